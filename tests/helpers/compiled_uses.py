@@ -50,12 +50,34 @@ class Uses(Zoo):
         return list(self.net.parameters())
 
 
-class PenaltyFirst(Uses):
-    """Before anything is gathered."""
+class UsedAround(Uses):
+    """Before anything is gathered: every second step reads parameters, the others write to them; a hook averages."""
+
+    def build(self) -> None:
+        super().build()
+        self.averages = [torch.zeros(p.shape) for p in self.weights]
+        self.write, self.average = self.compiled(self.written), self.compiled(self.averaged)
+
+    def written(self, parameters: list[Tensor]) -> None:
+        with torch.no_grad():
+            for p in parameters:
+                p.mul_(0.99)
+
+    def averaged(self, averages: list[Tensor], parameters: list[Tensor]) -> None:
+        with torch.no_grad():
+            for average, p in zip(averages, parameters, strict=True):
+                average.lerp_(p, 0.1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        penalty = 1e-2 * self.use(self.weights)
-        return self.loss(batch) + penalty
+        if batch_idx % 2:
+            penalty = 1e-2 * self.use(self.weights)
+            return self.loss(batch) + penalty
+        self.write(self.weights)
+        return self.loss(batch)
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        self.average(self.averages, self.weights)
+        self.seen.append(sum(float(average.sum()) for average in self.averages))
 
 
 class _Reader(nn.Module):
@@ -113,17 +135,6 @@ class PenaltyBesideOutput(Uses):
         return penalty if batch_idx % 2 else loss + penalty
 
 
-class WrittenInStep(Uses):
-    def used(self, parameters: list[Tensor]) -> None:
-        with torch.no_grad():
-            for p in parameters:
-                p.mul_(0.99)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.use(self.weights)
-        return self.loss(batch)
-
-
 class _Clamped(Block):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -138,21 +149,6 @@ class WrittenInForward(Uses):
         return net
 
 
-class AverageInHook(Uses):
-    def build(self) -> None:
-        super().build()
-        self.averages = [torch.zeros(p.shape) for p in self.weights]
-
-    def used(self, averages: list[Tensor], parameters: list[Tensor]) -> None:
-        with torch.no_grad():
-            for average, p in zip(averages, parameters, strict=True):
-                average.lerp_(p, 0.1)
-
-    def on_train_batch_end(self, *unused: Any) -> None:
-        self.use(self.averages, self.weights)
-        self.seen.append(sum(float(average.sum()) for average in self.averages))
-
-
 class DataAssigned(Uses):
     """Refused: it would take the memory that a parameter is gathered into."""
 
@@ -164,12 +160,7 @@ class DataAssigned(Uses):
         self.use(self.weights)
 
 
-USES: dict[str, type[Uses]] = {
-    kind.__name__: kind
-    for kind in (
-        PenaltyFirst, WeightOfAnotherUnit, PenaltyBesideOutput, WrittenInStep, WrittenInForward, AverageInHook,
-    )
-}  # fmt: skip
+USES = (UsedAround, WeightOfAnotherUnit, PenaltyBesideOutput, WrittenInForward)
 
 
 class _Losses(Callback):
@@ -187,6 +178,6 @@ def seen(kind: type[Uses], strategy: Any, backend: str | None) -> list[float]:
     return module.seen
 
 
-def seen_of_each(names: list[str], strategy: Any, backend: str) -> dict[str, tuple[list[float], list[float]]]:
-    """Name -> what was seen uncompiled, and compiled."""
-    return {name: (seen(USES[name], strategy, None), seen(USES[name], strategy, backend)) for name in names}
+def seen_both_ways(kind: type[Uses], strategy: Any, backend: str) -> tuple[list[float], list[float]]:
+    """What was seen uncompiled, and compiled."""
+    return seen(kind, strategy, None), seen(kind, strategy, backend)

@@ -3,6 +3,12 @@
 ``FAULTS`` is the table; :func:`break_run` starts this very file as a user would start a script (two ranks, stage 3, a
 data loader with a worker process, a checkpoint after every step), lets the fault happen on one rank in step 3, and
 measures from that moment until the last process is gone.
+
+    python faults.py FAULT [WORD ...]
+
+Words: ``deepspeed`` (that engine), ``saves`` (callbacks save on exceptions, and only then), ``again`` (the script
+catches the error and fits once more), ``same`` (the same module again), ``logs`` (a file for each rank). Files appear
+as the run goes on: ``script<rank>``, ``setup<rank>``, ``fault``.
 """
 
 from __future__ import annotations
@@ -28,7 +34,8 @@ class Fault:
     """One way to break a run."""
 
     text: str
-    rank: int
+    rank: int | None
+    """``None``: on every rank."""
     shows: tuple[str, ...]
     """What the user must see."""
     hangs: bool = False
@@ -72,6 +79,11 @@ FAULTS = {
     "alone-0": Fault("rank 0 alone runs a forward in a hook", 0, ("rank 0 has done alone",), breaks=False),
     "interrupt": Fault("Ctrl-C", 0, ("Detected KeyboardInterrupt",)),
 }
+OTHERS = {
+    "exception-all": Fault("the same exception on both ranks", None, ()),
+    "swallow-0": Fault("rank 0 stands still in code that catches everything, while the run is set up", 0, ()),
+}
+"""Those that ``benchmarks/faults.py`` has no row for."""
 
 
 @dataclass
@@ -134,9 +146,25 @@ def _newest_step(folder: Path) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _happen(name: str) -> None:
+RANK = int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _send(line: str) -> None:
+    """In one write: the parts of an unbuffered print get mixed with the other rank's."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _stand_still() -> None:
+    while True:
+        try:
+            time.sleep(300.0)
+        except BaseException:
+            Path("swallowed").touch()
+
+
+def _happen(name: str, rank: int) -> None:
     Path("fault").write_text(str(time.time()))
-    rank = FAULTS[name].rank
     if name.startswith("exception"):
         raise LookupError(f"rank {rank} is not well")
     if name.startswith("kill"):
@@ -153,19 +181,29 @@ def _happen(name: str) -> None:
         torch.empty(2**34)
 
 
-def _main(name: str) -> None:
+def _main(name: str, *words: str) -> None:
     import lightning as L
     import torch
+    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
     from torch.utils.data import DataLoader
 
     from lightning_zero import ZeroStrategy
 
-    fault = FAULTS[name]
+    fault = {**FAULTS, **OTHERS}[name]
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
+            self.breaks = True
             self.net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+
+        def setup(self, stage: str) -> None:
+            Path(f"setup{RANK}").touch()
+            if name.startswith("swallow") and fault.rank == RANK:
+                _stand_still()
+
+        def on_train_start(self) -> None:
+            _send(f"trains in rank {RANK}")
 
         def train_dataloader(self) -> Any:
             dry = name.startswith(("dry", "uneven-shortest")) and self.global_rank == fault.rank
@@ -173,8 +211,8 @@ def _main(name: str) -> None:
             return DataLoader(torch.ones(4 * batches, 8), batch_size=4, num_workers=1)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == 2 and self.global_rank == fault.rank:
-                _happen(name)
+            if batch_idx == 2 and self.breaks and fault.rank in (None, RANK):
+                _happen(name, RANK)
             return self.net(batch).square().mean()
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -198,28 +236,43 @@ def _main(name: str) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
+    def make_trainer() -> L.Trainer:
+        strategy = ZeroStrategy(
+            stage=3,
+            timeout_seconds=HANG_SECONDS if fault.hangs else 600.0,
+            uneven="shortest" if name == "uneven-shortest" else "error",
+            rank_logs="logs" if "logs" in words else None,
+            **{"engine": "deepspeed"} if "deepspeed" in words else {"units": ["Linear"]},
+        )
+        each_step = [ModelCheckpoint("checkpoints", every_n_train_steps=1, save_last=True)]
+        on_exceptions = [OnExceptionCheckpoint("saved"), ModelCheckpoint("monitored", save_on_exception=True)]
+        return L.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=2,
+            max_epochs=1,
+            num_sanity_val_steps=0,
+            limit_val_batches=1.0 if name == "uneven-validate" else 0,
+            use_distributed_sampler=False,
+            callbacks=on_exceptions if "saves" in words else each_step,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
     Path(f"pid{os.getpid()}").touch()
-    strategy = ZeroStrategy(
-        stage=3,
-        timeout_seconds=HANG_SECONDS if fault.hangs else 600.0,
-        units=["Linear"],
-        uneven="shortest" if name == "uneven-shortest" else "error",
-    )
-    module, loop = Module(), name.partition("-")[2]
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        num_sanity_val_steps=0,
-        limit_val_batches=1.0 if name == "uneven-validate" else 0,
-        use_distributed_sampler=False,
-        callbacks=[L.pytorch.callbacks.ModelCheckpoint("checkpoints", every_n_train_steps=1, save_last=True)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module)
+    torch.manual_seed(0)
+    module, loop, trainer = Module(), name.partition("-")[2], make_trainer()
+    try:
+        trainer.fit(module)
+    except Exception as error:
+        if "again" not in words:
+            raise
+        _send(f"CAUGHT rank {RANK}: {type(error).__name__}: {error}")
+        module = module if "same" in words else Module()
+        module.breaks = False
+        make_trainer().fit(module)
+        _send(f"FITTED again: {sum(p.sum().item() for p in module.parameters())}")
     if loop in ("test", "predict"):
         getattr(trainer, loop)(module)
     if not fault.breaks and trainer.is_global_zero:
@@ -227,4 +280,5 @@ def _main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    Path(f"script{RANK}").touch()
+    _main(*sys.argv[1:])

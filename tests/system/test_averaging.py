@@ -37,14 +37,13 @@ def _close(results: list[dict[str, Any]], reference: list[dict[str, Any]]) -> No
 
 def test_weight_averaging_gets_real_weights_and_resumes(ranks2, tmp_path: Path) -> None:
     reference = ranks2(_averaged, "ddp", "ema", None, None)
-    for form in ("file", "sharded-async"):
-        path = str(tmp_path / f"{form}.ckpt")
-        strategy = {"stage": 3, "min_unit_numel": 1, "checkpoint": form}
-        first, second = ranks2(_averaged, strategy, "ema", path, None), ranks2(_averaged, strategy, "ema", None, path)
-        _close(first, reference)
-        for ours, again in zip(first, second, strict=True):
-            ours.update(losses=ours["losses"][:10] + again["losses"], weights=again["weights"])
-        _close(first, reference)
+    path = str(tmp_path / "x.ckpt")
+    strategy = {"stage": 3, "min_unit_numel": 1}
+    first, second = ranks2(_averaged, strategy, "ema", path, None), ranks2(_averaged, strategy, "ema", None, path)
+    _close(first, reference)
+    for ours, again in zip(first, second, strict=True):
+        ours.update(losses=ours["losses"][:10] + again["losses"], weights=again["weights"])
+    _close(first, reference)
 
 
 def test_stochastic_weight_averaging_gets_real_weights(ranks2) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -62,9 +61,7 @@ def test_convert_there_and_back(checkpoint, tmp_path):
 def test_convert_refuses_what_it_cannot_do(checkpoint, tmp_path):
     folder = str(checkpoint)
     for arguments, said in (
-        (("nowhere.ckpt", "x.ckpt"), "Checkpoint file not found: "),
         ((folder, folder), "already exists"),
-        ((folder, "x.ckpt", "--format", "zip"), "invalid choice: 'zip'"),
         ((f"{folder}/..", "x.ckpt"), "checkpoint.json is missing, so it is not a sharded checkpoint"),
         ((folder, "x", "--format", "safetensors", "--prefix", "nothing"), "lacks this prefix"),
     ):
@@ -144,10 +141,8 @@ def test_fit_refuses_what_cannot_run(tmp_path):
 
 def test_plan_refuses_what_it_cannot_plan(tmp_path):
     for override, said in (
-        ("plan.headroom=1.5", "plan.headroom=1.5"),
         ("plan.batch=[0,3]", "plan.batch=[0, 3]"),
         ("trainer.devices=many", "trainer.devices='many'"),
-        ("trainer.precision=fp8", "precision='fp8'"),
     ):
         words = "plan.device_memory_gib=1", *(word for word in EVALUATION if word != override)
         _refused("plan", *words, override, said=said, folder=tmp_path)
@@ -156,9 +151,7 @@ def test_plan_refuses_what_it_cannot_plan(tmp_path):
 def test_submit_refuses_what_cannot_run(tmp_path):
     for words, said in (
         ("launcher=slurm trainer.devices=2", "launcher.tasks_per_node=2"),
-        ("launcher=slurm launcher.gpus_per_node=4 trainer.devices=2", "launcher.gpus_per_node=2"),
         ("launcher=slurm trainer.num_nodes=3", "launcher.nodes=3"),
-        ("launcher=slurm launcher.nodes=0", "launcher.nodes=0: use a whole number, 1 or more"),
         ("launcher=local", "use submit launcher=slurm"),
     ):
         _refused("submit", "--dry-run", *words.split(), said=said, folder=tmp_path)
@@ -229,12 +222,3 @@ def test_help_and_config_say_what_can_be_set(tmp_path):
     config = run("fit", "--cfg", "job", "strategy=zero1", fork="all", cwd=tmp_path).stdout
     assert "stage: 1" in config
     assert run("nonsense", fork="all", cwd=tmp_path).returncode == 2
-
-
-def test_help_through_a_pipe_that_closes():
-    command = f"{sys.executable} -m lightning_zero fit --help | head -n 1"
-    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
-    assert done.returncode in (0, 141)
-    assert "BrokenPipe" not in done.stderr
-    assert "Traceback" not in done.stderr
-    assert len(done.stdout.splitlines()) == 1

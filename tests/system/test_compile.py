@@ -1,5 +1,5 @@
 """``torch.compile`` under ZeRO, beyond the kinds of ``test_parity_compiled``: graphs, the setting, parameters that
-compiled code uses outside of their unit's forward, checkpoints.
+compiled code uses outside of their unit's forward.
 
 A failure of the losses says that something was traced away that had to run, or that a graph was given a parameter that
 was away; more graphs from one epoch to the next, that a guard stands on something of ours that changes; another break,
@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import logging
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import nn
 
 from tests.helpers import compiling, zoo
-from tests.helpers.compiled_uses import USES, DataAssigned, seen, seen_of_each
+from tests.helpers.compiled_uses import USES, DataAssigned, UsedAround, seen, seen_both_ways
 from tests.helpers.compiling import BACKEND, Compiled, Counted, count_several
 from tests.helpers.ranks import outcome
 
@@ -32,7 +29,7 @@ def _settings(stage: int, **more: Any) -> dict[str, Any]:
     return {"stage": stage, "engine": "fsdp2", **zoo.BLOCKS, **more}
 
 
-STRATEGIES = ["ddp", _settings(3), {"engine": "deepspeed", "stage": 2}]
+STRATEGIES = ["ddp", _settings(3)]
 
 
 # -- graphs ----------------------------------------------------------------------------------------------------------
@@ -52,20 +49,6 @@ def test_graphs_are_those_of_ddp(ranks2):
 
 
 # -- the setting -----------------------------------------------------------------------------------------------------
-
-
-class Printing(zoo.Block):
-    """What no graph holds: with ``fullgraph`` it cannot be compiled."""
-
-    def forward(self, x: Any) -> Any:
-        print(end="")
-        return super().forward(x)
-
-
-class OnePrints(Compiled):
-    def build(self) -> None:
-        super().build()
-        self.net.blocks[1] = Printing()
 
 
 class InALoop(nn.Module):
@@ -103,11 +86,11 @@ class Said(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def _setting(settings: dict[str, Any], kind: Any, **more: Any) -> tuple[Counted, Counted, list[str]]:
+def _setting(settings: dict[str, Any], kind: Any) -> tuple[Counted, Counted, list[str]]:
     """A run with the setting, one without, and what was said."""
     said = Said()
     logging.getLogger("lightning_zero").addHandler(said)
-    units = {"target": "units", "backend": compiling.register(), **more}
+    units = {"target": "units", "backend": compiling.register()}
     try:
         compiled = compiling.count_setting(kind, {**settings, "compile": units})
         plain = compiling.count("none", "ddp" if settings["engine"] == "deepspeed" else settings, kind)
@@ -126,19 +109,13 @@ def test_the_setting_compiles_units(ranks2, engine, stage):
         assert (found.breaks, said, found.left_behind) == ({}, [], 0)
 
 
-def _that_cannot() -> list[tuple[Counted, Counted, list[str]]]:
-    return [_setting(_settings(3), OnePrints, fullgraph=True), _setting(_settings(3), TwoLoop)]
-
-
 def test_units_that_cannot_be_compiled_are_named(ranks2):
-    """Also each of two equal ones, at whose code Dynamo looks once."""
-    names = ["net.blocks.1"], ["net.blocks.0", "net.blocks.1"]
-    for rank, runs in enumerate(ranks2(_that_cannot)):
-        for (found, plain, said), missing in zip(runs, names, strict=True):
-            assert found.losses == plain.losses
-            assert len(said) == (len(missing) if rank == 0 else 0)
-            for line, name in zip(said, missing, strict=False):
-                assert line.startswith(f"compile='units': {name!r} runs uncompiled")
+    """Each of two equal ones, at whose code Dynamo looks once."""
+    for rank, (found, plain, said) in enumerate(ranks2(_setting, _settings(3), TwoLoop)):
+        assert found.losses == plain.losses
+        names = ["net.blocks.0", "net.blocks.1"] if rank == 0 else []
+        for line, name in zip(said, names, strict=True):
+            assert line.startswith(f"compile='units': {name!r} runs uncompiled")
 
 
 def test_an_unknown_backend_is_refused(ranks2):
@@ -158,21 +135,18 @@ def test_deepspeed_refuses_compiled_modules_at_stage_3(ranks2):
 # -- parameters outside of their unit's forward ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", [list(USES)[::2], list(USES)[1::2]], ids=", ".join)
-def test_compiled_code_uses_whole_parameters(ranks2, names):
-    for found in ranks2(seen_of_each, names, _settings(3), BACKEND):
-        for name, (plain, compiled) in found.items():
-            # a compiled sum adds the gradients of one parameter in another order
-            assert compiled == pytest.approx(plain, rel=1e-6), name
+@pytest.mark.parametrize("kind", USES)
+def test_compiled_code_uses_whole_parameters(ranks2, kind):
+    for plain, compiled in ranks2(seen_both_ways, kind, _settings(3), BACKEND):
+        # a compiled sum adds the gradients of one parameter in another order
+        assert compiled == pytest.approx(plain, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["PenaltyFirst", "WrittenInStep"])
-def test_inductor_uses_whole_parameters(ranks2, name):
+def test_inductor_uses_whole_parameters(ranks2):
     """Its kernels read memory by address, where no operator could be looked at."""
     if shutil.which("g++") is None and shutil.which("c++") is None:
         pytest.skip("inductor needs a C++ compiler")
-    for found in ranks2(seen_of_each, [name], _settings(3), "inductor"):
-        plain, compiled = found[name]
+    for plain, compiled in ranks2(seen_both_ways, UsedAround, _settings(3), "inductor"):
         assert compiled == pytest.approx(plain, rel=1e-5)  # kernels of its own add up in another order
 
 
@@ -180,69 +154,3 @@ def test_assigned_data_is_refused(ranks2):
     for name, text in ranks2(outcome, seen, DataAssigned, _settings(3), BACKEND):
         assert name != "ok"
         assert "compiled code assigns p.data" in text
-
-
-# -- all loops and checkpoints ---------------------------------------------------------------------------------------
-
-
-class Lived(Compiled):
-    """Its every loop has something to compare."""
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.loss(batch), sync_dist=True)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0])
-
-
-class Losses(Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append(outputs["loss"].item())
-
-
-def _loader() -> Any:
-    return DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH)
-
-
-def _fresh(form: str) -> Any:
-    torch._dynamo.reset()
-    torch.manual_seed(3)
-    return Lived(form=form, backend=BACKEND)
-
-
-def _lived(form: str, path: str) -> list[float]:
-    """One epoch, a checkpoint in ``path``, and what the other loops then say, of the same module."""
-    module, losses = _fresh(form), Losses()
-    trainer = zoo.make_trainer(_settings(3), callbacks=[losses], limit_val_batches=2, max_epochs=1)
-    trainer.fit(module, _loader(), _loader())
-    trainer.save_checkpoint(path)
-    seen = [*losses.seen, trainer.callback_metrics["val_loss"].item()]
-    trainer = zoo.make_trainer(_settings(3), limit_val_batches=2, limit_test_batches=2, limit_predict_batches=3)
-    seen.append(trainer.validate(module, _loader(), verbose=False)[0]["val_loss"])
-    seen.append(trainer.test(module, _loader(), verbose=False)[0]["test_loss"])
-    return seen + [out.sum().item() for out in trainer.predict(module, _loader()) or []]
-
-
-def _resumed(form: str, path: str) -> list[float]:
-    """The second epoch."""
-    losses = Losses()
-    trainer = zoo.make_trainer(_settings(3), callbacks=[losses], limit_val_batches=0)
-    trainer.fit(_fresh(form), _loader(), ckpt_path=path)
-    return losses.seen
-
-
-def _life(form: str, folder: str) -> dict[str, tuple[list[float], list[float]]]:
-    """What is compared -> uncompiled, compiled."""
-    plain, compiled = f"{folder}/plain.ckpt", f"{folder}/compiled.ckpt"
-    ways = {"all loops": (_lived("none", plain), _lived(form, compiled))}
-    return ways | {"resumed": (_resumed("none", plain), _resumed(form, compiled))}
-
-
-def test_all_loops_and_checkpoints(ranks2, tmp_path: Path):
-    for found in ranks2(_life, "copy beside", str(tmp_path)):
-        for what, (plain, compiled) in found.items():
-            assert compiled == plain, what
-            assert len(plain) >= 4

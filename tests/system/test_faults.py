@@ -1,7 +1,7 @@
 """Every way a run breaks: it ends by itself, says who was at fault and why, and leaves nothing but a whole checkpoint.
 
-It ends long before ``timeout_seconds``, or :func:`break_run` raises; ``benchmarks/faults.py`` has the times, and the
-faults with the ranks exchanged.
+It ends long before ``timeout_seconds``, or :func:`break_run` raises. ``benchmarks/faults.py`` has the times, and the
+faults with the ranks exchanged; loops of unequal lengths are ``tests/distributed/test_uneven.py``'s.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from tests.helpers.faults import FAULTS, break_run
         "exception-1",
         "kill-1",
         pytest.param("stop-0", marks=pytest.mark.timeout(240)),  # waits for timeout_seconds, 15
-        "dry-0",
         "interrupt",
-        "uneven-predict",
     ],
 )
 def test_fault_ends_cleanly(name, tmp_path):

@@ -11,16 +11,6 @@ from tests.system.commands import SMALL, run
 from tests.system.test_readme import MY_PACKAGE
 
 WITHOUT_STEPS = [word for word in SMALL if not word.startswith("trainer.max_steps")]
-OWN_APP = """
-import hydra
-
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def main(cfg):
-    print("stage", cfg.strategy.get("stage"))
-    return 1.5
-
-main()
-"""
 
 
 def test_a_module_in_the_working_folder_is_found_in_every_rank(tmp_path):
@@ -53,23 +43,6 @@ def test_switches_of_the_trainer_leave_out_what_they_switch_off(tmp_path):
     assert json.loads((folder / "result.json").read_text())["metrics"]["loss"] > 0
     assert not list(folder.rglob("*.ckpt"))
     assert not list(folder.rglob("metrics.csv"))
-
-
-def test_a_sweep_of_an_own_app_ends_with_a_table_only_if_asked(tmp_path):
-    """The app builds no Trainer."""
-    (tmp_path / "app.py").write_text(OWN_APP)
-    (tmp_path / "conf").mkdir()
-    for asks in (False, True):
-        asked = "  - override hydra/callbacks: compare_runs\n" if asks else ""
-        config = (
-            f"defaults:\n  - strategy: zero3\n  - _self_\n{asked}hydra:\n  searchpath: [pkg://lightning_zero.conf]\n"
-        )
-        (tmp_path / "conf" / "config.yaml").write_text(config)
-        done = run("app.py", "-m", "strategy=zero1,zero2", f"hydra.sweep.dir=sweep-{asks}", fork="all", cwd=tmp_path)
-        assert done.returncode == 0
-        assert "stage 2" in done.stdout
-        assert ("\njob " in done.stdout) == asks
-        assert (tmp_path / f"sweep-{asks}" / "comparison.txt").exists() == asks
 
 
 def test_callbacks_loggers_name_and_tags(tmp_path):

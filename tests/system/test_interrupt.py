@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from tests.system.commands import ROOT, started
-from tests.system.test_failing import FAILING
+from tests.system.test_failing import FAULTS
 
 
 def press(folder: Path, number: int, after: str, *words: str, then: str = "") -> tuple[int, str]:
     """Exit code and output of a run when its last process has ended. It gets ``number`` once ``after`` exists, and
     again once ``then`` exists. The runs have no end of their own, and ranks wait far longer for each other."""
-    with started(FAILING, *words, fork="first", cwd=folder, PYTHONPATH=str(ROOT)) as program:
+    with started(FAULTS, *words, fork="first", cwd=folder, PYTHONPATH=str(ROOT)) as program:
         program.until(lambda: (folder / after).exists() or program.has_ended())
         if number == signal.SIGINT:
             os.killpg(program.pid, number)  # as a terminal does
@@ -31,18 +31,18 @@ def press(folder: Path, number: int, after: str, *words: str, then: str = "") ->
 
 def test_while_ranks_start(tmp_path):
     """Rank 1 imports, rank 0 waits for it."""
-    code, _ = press(tmp_path, signal.SIGTERM, "script1", "forever", "3")
+    code, _ = press(tmp_path, signal.SIGTERM, "script1", "interrupt")
     assert code == -signal.SIGTERM
-    assert not (tmp_path / "step0").exists()
+    assert not (tmp_path / "fault").exists()
 
 
 def test_python_code_that_catches_everything(tmp_path):
-    code, _ = press(tmp_path, signal.SIGINT, "setup0", "swallow", "3", then="swallowed")
+    code, _ = press(tmp_path, signal.SIGINT, "setup0", "swallow-0", then="swallowed")
     assert code == -signal.SIGKILL
 
 
 def test_with_a_save_all_ranks_end_after_the_same_step(tmp_path):
-    code, output = press(tmp_path, signal.SIGINT, "step0", "forever", "3", "saves")
+    code, output = press(tmp_path, signal.SIGINT, "fault", "interrupt", "saves")
     assert code == 1
     assert "Traceback" not in output
     saved = torch.load(tmp_path / "saved" / "on_exception.ckpt", weights_only=False)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -131,6 +133,19 @@ def test_results_come_back_whole(method, after_fit, tmp_path, temporary):
     assert dict(os.environ) == before
     assert not dist.is_initialized()
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor")] == []
+
+
+class Killed(Regression):
+    def on_train_batch_start(self, batch, batch_idx):
+        if (self.global_rank, batch_idx) == (1, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_forked_rank_that_is_killed_ends_the_run_and_is_named():
+    fit = trainer(ZeroStrategy(stage=3, start_method="fork", timeout_seconds=600.0)).fit
+    with pytest.raises(Exception, match="process 1 terminated with signal SIGKILL"):
+        fit(Killed(), DataLoader(data(), batch_size=4))
+    assert not multiprocessing.active_children()
 
 
 def _be_in_a_group_of_one() -> None:

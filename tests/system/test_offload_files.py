@@ -6,15 +6,12 @@ files; all, to shards there. Times are ``benchmarks/offload_files.py``.
 
 from __future__ import annotations
 
-import gc
 import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from lightning_zero import OffloadConfig
@@ -61,33 +58,15 @@ def test_values_are_those_on_the_disk(ranks2, tmp_path):
 # -- what lies where
 
 
-ADAM_ON_HOST = {"parameters": {"host": 2.0}, "gradients": {"host": 2.0}, "optimizer": {"host": 4.0}}
-
-
-@pytest.mark.parametrize(
-    ("engine", "stage", "offload", "expected", "inside"),
-    [
-        ("fsdp2", 3, "cpu", ADAM_ON_HOST, 2 * 4.0 / account.Stack.NUM_UNITS),  # one unit and the next
-        (
-            *("fsdp2", 3, "nvme"),
-            {"parameters": {"disk": 2.0}, "gradients": {"host": 2.0}, "optimizer": {"disk": 4.0}},
-            2 * 4.0 / account.Stack.NUM_UNITS,
-        ),
-        ("deepspeed", 2, "cpu", {**ADAM_ON_HOST, "parameters": {"device": 4.0, "host": 2.0}}, 4.0),
-    ],
-)
-def test_where_each_engine_keeps_its_state(ranks2, tmp_path, engine, stage, offload, expected, inside):
+def test_parameters_and_states_lie_on_the_disk(ranks2, tmp_path):
     """Bytes per parameter of two ranks in fp32 with AdamW: shards are half of 4, 4 and 8."""
-    settings = {"engine": engine, "stage": stage, "offload": offload}
-    if engine == "fsdp2":
-        settings.update(zoo.BLOCKS)
-    if offload == "nvme":
-        settings["offload"] = OffloadConfig(target="nvme", path=str(tmp_path))
-    for found in ranks2(whereabouts.held, settings):
+    expected = {"parameters": {"disk": 2.0}, "gradients": {"host": 2.0}, "optimizer": {"disk": 4.0}}
+    for found in ranks2(whereabouts.held, _files(tmp_path)):
         for kind in KINDS:
             for place in PLACES:  # Adam's step counters come on top
                 assert found[kind][place] == pytest.approx(expected[kind].get(place, 0.0), rel=1e-3, abs=1e-3), kind
-        assert found["inside"] == pytest.approx(inside, rel=1e-3)
+        one_unit_and_the_next = 2 * 4.0 / account.Stack.NUM_UNITS
+        assert found["inside"] == pytest.approx(one_unit_and_the_next, rel=1e-3)
 
 
 BLOCKS, WIDTH = 24, 768
@@ -112,38 +91,6 @@ def test_memory_is_that_of_gradients_and_a_few_units(ranks2, tmp_path):
 
 
 # -- the end, and what goes on from it
-
-
-def _mapped(folder: str) -> list[str]:
-    gc.collect()
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if folder in line]
-
-
-class _Mapped(Callback):
-    """How many parts of files in ``folder`` the process had at the end of training."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.count = len(_mapped(self.folder))
-
-
-def _ends(folder: str) -> tuple[int, int, list[float], list[float]]:
-    loader = DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH)
-    module, mapped = zoo.make_module("adam"), _Mapped(folder)
-    zoo.make_trainer(_files(folder, after_fit="sharded"), callbacks=[mapped]).fit(module, loader)
-    after, first = len(_mapped(folder)), list(module.losses)
-    module.losses.clear()
-    zoo.make_trainer({"stage": 1}).fit(module, loader)  # goes on with the values
-    return mapped.count, after, first, module.losses
-
-
-def test_the_module_goes_on_after_the_run(ranks2, tmp_path):
-    for during, after, first, second in ranks2(_ends, str(tmp_path)):
-        assert during
-        assert after
-        assert sum(second) < sum(first)
 
 
 def _half(path: str, settings: dict[str, Any]) -> None:
@@ -193,25 +140,3 @@ def test_too_little_room_is_an_error_on_every_rank(ranks2, tmp_path):
         assert name == "ValueError"
         assert "GiB free on" in text
         assert "offload='cpu'" in text
-
-
-# -- parts
-
-
-def test_a_file_keeps_what_is_forgotten(tmp_path):
-    file = PagedFile(str(tmp_path))
-    taken = [file.take(100_000) for _ in range(3)]
-    assert not list(tmp_path.iterdir())  # it has no name, so its room comes back however the process ends
-    values = [torch.randint(0, 255, (memory.numel(),), dtype=torch.uint8) for _, memory in taken]
-    for (region, memory), value in zip(taken, values, strict=True):
-        memory.copy_(value)
-        file.forget(region)
-    for (region, memory), value in zip(taken, values, strict=True):
-        file.read_ahead(region)
-        file.read_to_write(region)
-        assert torch.equal(memory, value)
-    first, second, third = (region for region, _ in taken)
-    joined = first.joined(second)
-    assert joined is not None
-    assert joined.nbytes == first.nbytes + second.nbytes
-    assert first.joined(third) is None

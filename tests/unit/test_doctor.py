@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lightning_zero import host
 from lightning_zero.app import doctor
 
 
@@ -28,29 +25,6 @@ def test_a_probe_that_fails_does_not_hide_the_others(quick: None, monkeypatch: A
     text = capsys.readouterr().out
     assert "no: OSError: broken" in text
     assert "no: nobody answers" in text
-
-
-@pytest.mark.parametrize(
-    ("total", "said"), [(None, "no: /dev/shm (missing)"), (64 * 2**20, "--shm-size"), (2**40, "GiB free in /dev/shm")]
-)
-def test_shared_memory_that_is_little_or_missing_is_said(
-    quick: None, monkeypatch: Any, total: int | None, said: str
-) -> None:
-    def usage(folder: str) -> Any:
-        if total is None:
-            raise OSError(2, "missing")
-        return SimpleNamespace(total=total, free=total)
-
-    monkeypatch.setattr(shutil, "disk_usage", usage)
-    answer = doctor.examine(0.1)["hardware"]["shared memory"]
-    assert said in answer
-    assert answer.startswith("no: ") == (total != 2**40)
-
-
-def test_without_deepspeed(monkeypatch: Any) -> None:
-    monkeypatch.setattr(host, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install deepspeed.*engine='fsdp2'"):
-        host.require_deepspeed()
 
 
 def test_two_processes_that_work_however_they_end(monkeypatch: Any) -> None:

@@ -34,11 +34,6 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
 
-def test_all_ranks_give_the_same_verdict(store, monkeypatch):
-    monkeypatch.setattr(failure, "WAIT_SECONDS", 0.5)
-    assert _compare(store, [("a", 0.0), ("a", 0.1)], 2) == [None, None]
-
-
 def test_a_rank_that_raises_otherwise_or_not_at_all_is_named(store, monkeypatch):
     monkeypatch.setattr(failure, "WAIT_SECONDS", 0.5)
     first, second = _compare(store, [("a", 0.0), ("b", 0.1)], 2)

@@ -45,21 +45,6 @@ def test_without_several_equal_hosts_all_ranks_share():
     assert "spread evenly" in made.notes[-1]
 
 
-def test_a_group_holds_what_so_many_ranks_alone_would_and_sends_its_gradients_on():
-    grouped, alone = _plan(2).row("zero3"), _plan(None, world_size=2).row("zero3")
-    assert grouped.optimizer == alone.optimizer
-    assert grouped.peak == alone.peak
-    assert grouped.sent["all_gather"] == alone.sent["all_gather"]
-    shard = grouped.gradients  # fp32, as they are reduced
-    assert grouped.sent["all_reduce"] - alone.sent.get("all_reduce", 0.0) >= 2 * 3 / 4 * shard  # over four groups
-    assert _plan(2).row("ddp") == _plan(None).row("ddp")
-
-
-def test_groups_that_are_not_equal_are_refused():
-    with pytest.raises(ValueError, match="shard_size=3 does not divide 8 ranks"):
-        _plan(3)
-
-
 @pytest.mark.parametrize(("setting", "recomputes"), [(["Linear"], True), ("none", False)])
 def test_recomputed_peaks_count_only_where_something_recomputes(setting, recomputes):
     config = ZeroConfig(stage=3, min_unit_numel=1, activation_checkpointing=setting)

@@ -17,7 +17,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.app.hydra_config import make_strategy
 from lightning_zero.launch import failure
 from lightning_zero.launch.environment import check_world
-from lightning_zero.launch.launcher import LaunchedDDP, choose_start_method
+from lightning_zero.launch.launcher import LaunchedDDP
 
 QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
 
@@ -32,7 +32,6 @@ QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpoi
             2,
             "start 16 ranks, 8 on each host",
         ),
-        ({"SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_STEP_ID": "0"}, 8, 1, "8 ranks, 4 on this host"),
         ({"SLURM_NTASKS": "8", "SLURM_NNODES": "2"}, 4, 2, "put srun in front"),
     ],
 )
@@ -69,11 +68,6 @@ def test_ddp_of_the_hydra_groups_is_launched_the_same_way():
     assert isinstance(strategy, LaunchedDDP)
     assert strategy._ddp_kwargs == {"find_unused_parameters": True}
     assert make_strategy(name="ddp_spawn") == "ddp_spawn"
-
-
-def test_auto_is_spawn_in_pytest():
-    assert choose_start_method("auto", 2) == "spawn"
-    assert choose_start_method("auto", 1) == "popen"
 
 
 def test_a_group_of_another_size_is_refused(monkeypatch):

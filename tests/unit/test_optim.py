@@ -7,10 +7,10 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW, Optimizer
 
-from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.elementwise import KNOWN_ELEMENTWISE, is_elementwise, is_known, keys_besides_elements
 from lightning_zero.engines.optimizer_family import family
 from lightning_zero.engines.optimizer_step import refuse_sharding
+from lightning_zero.private import torch_optim
 from tests.helpers import optimizers, zoo
 
 
@@ -36,20 +36,13 @@ def test_what_is_known_holds_when_tried(optimizer):
         assert torch.equal(w, torch.cat(parts))
 
 
-@pytest.mark.parametrize("optimizer", sorted(KNOWN_ELEMENTWISE, key=lambda c: c.__name__))
-def test_only_the_class_itself_is_known(optimizer):
-    assert is_elementwise(optimizer(_params(), lr=0.01))
-    subclass = type(optimizer.__name__, (optimizer,), {})
-    assert not is_elementwise(subclass(_params(), lr=0.01))
-
-
-@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS"])
-def test_those_that_look_across_elements_do_not(name):
-    assert not is_elementwise(getattr(torch.optim, name)(_params(), lr=0.01))
-
-
 def test_others_are_element_wise_only_if_declared():
+    class Subclass(AdamW):
+        pass
+
     lion = zoo.Lion(_params())
+    assert is_elementwise(AdamW(_params()))
+    assert not is_elementwise(Subclass(_params()))
     assert not is_elementwise(lion)
     assert is_elementwise(lion, ("Lion",))
     assert is_elementwise(lion, ("tests.helpers.zoo.Lion",))
@@ -68,6 +61,20 @@ def test_a_replaced_step_is_not_known_but_a_schedulers_is():
     assert not is_elementwise(replaced)
 
 
+def test_an_optimizer_with_a_say_in_its_states_is_told_from_others():
+    """Its hooks and methods expect full states, not shards."""
+
+    class Own(AdamW):
+        def load_state_dict(self, state_dict):
+            super().load_state_dict(state_dict)
+
+    hooked = AdamW(_params())
+    assert not torch_optim.has_own_state_dict(hooked)
+    hooked.register_load_state_dict_post_hook(lambda optimizer: None)
+    assert torch_optim.has_own_state_dict(hooked)
+    assert torch_optim.has_own_state_dict(Own(_params()))
+
+
 def test_a_declared_one_that_cannot_be_tried_is_refused_by_name():
     class Peculiar(Optimizer):
         def __init__(self, params, secret):
@@ -78,13 +85,6 @@ def test_a_declared_one_that_cannot_be_tried_is_refused_by_name():
 
     with pytest.raises(ValueError, match=r"elementwise_optimizers=\['Peculiar'\].*leave it out"):
         keys_besides_elements(Peculiar(_params(), secret=1))
-
-
-def test_the_setting_takes_names():
-    assert ZeroConfig().elementwise_optimizers == ()
-    assert ZeroConfig(elementwise_optimizers=["Lion"]).elementwise_optimizers == ("Lion",)
-    with pytest.raises(ValueError, match=r"elementwise_optimizers='Lion'.*class names"):
-        ZeroConfig(elementwise_optimizers="Lion")
 
 
 def test_a_family_is_all_optimizers_inside():

@@ -6,7 +6,6 @@ by the parity tests.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.tuner import batch_size_scaling, lr_finder
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -88,12 +86,6 @@ def test_nothing_is_broadcast_before_a_batch(tmp_path: Path, monkeypatch: pytest
     undo()
     loop._broadcast_sigterm_tensor()
     assert calls == [1]
-    assert "_broadcast_sigterm_tensor" in _TrainingEpochLoop.advance.__code__.co_names  # looked up on the loop
-
-
-def test_tuners_name_their_files() -> None:
-    sources = [inspect.getsource(module) for module in (batch_size_scaling, lr_finder)]
-    assert all(any(f'"{begin}{{' in source for source in sources) for begin in lightning.TUNERS_FILES)
 
 
 def test_deepspeed_takes_the_accelerator_of_the_run() -> None:

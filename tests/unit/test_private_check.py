@@ -8,11 +8,10 @@ import pytest
 
 from lightning_zero.errors import MovedError
 from lightning_zero.private import check as checking
-from lightning_zero.private.check import Library, Needed, check, importing
+from lightning_zero.private.check import Library, Needed, check
 
 
-def a_function(a: Any, b: Any, *, c: Any = 1, d: Any = 2) -> None:
-    _variable = a
+def a_function(a: Any, b: Any, *, c: Any = 1, d: Any = 2) -> None: ...
 
 
 class AClass:
@@ -31,14 +30,7 @@ class AClass:
     def settable(self, value: int) -> None: ...
 
 
-def _silent(function: Any) -> Any:
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return wrapped
-
-
-def _of_methods(function: Any) -> Any:
+def _wrapped(function: Any) -> Any:
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         return function(self, *args, **kwargs)
 
@@ -46,10 +38,9 @@ def _of_methods(function: Any) -> Any:
 
 
 class Patched:  # as Dynamo patches nn.Module
-    __init__ = _of_methods(AClass.__init__)
+    __init__ = _wrapped(AClass.__init__)
 
 
-decorated = _silent(a_function)
 HERE = __name__
 
 
@@ -57,11 +48,9 @@ HERE = __name__
     "needed",
     [
         Needed(f"{HERE}:a_function", takes="a, b, *d"),
-        Needed(f"{HERE}:decorated", takes="a, b", stores="_variable"),
         Needed(f"{HERE}:AClass", stores="_made_here _looked_up there"),
         Needed(f"{HERE}:AClass", sets="settable _made_here"),
         Needed(f"{HERE}:Patched.__init__", stores="_made_here"),
-        Needed(f"{HERE}:AClass.there.fget", takes="self", stores="_looked_up"),
     ],
 )
 def test_what_is_there(needed: Needed) -> None:
@@ -72,11 +61,9 @@ def test_what_is_there(needed: Needed) -> None:
     ("needed", "text"),
     [
         (Needed("nobody.has.this:name"), "nobody.has.this is gone"),
-        (Needed(f"{HERE}:AClass.gone.more"), r"AClass\.gone\.more is gone"),
         (Needed(f"{HERE}:AClass.there.fset"), r"there\.fset is gone"),
         (Needed(f"{HERE}:a_function", takes="b, a"), r"takes \(a, b, c, d\) instead of \(b, a\)"),
         (Needed(f"{HERE}:a_function", takes="a"), "instead of"),  # b would be missing
-        (Needed(f"{HERE}:a_function", takes="a, b, *e"), "instead of"),
         (Needed(f"{HERE}:AClass", stores="_other"), "no longer has _other"),
         (Needed(f"{HERE}:AClass", stores="there", sets="there"), r"AClass\.there is read-only"),
     ],
@@ -84,17 +71,6 @@ def test_what_is_there(needed: Needed) -> None:
 def test_what_moved(needed: Needed, text: str) -> None:
     with pytest.raises(MovedError, match=text):
         check(Library("pytest", ">=8", (needed,)))
-
-
-def test_the_error_names_everything_and_the_versions(monkeypatch) -> None:
-    monkeypatch.setattr(checking, "version", lambda name: "2.8.0")
-    needed = (Needed("lightning.pytorch.loops.loop:_Loop.resumes.fset"), Needed(f"{HERE}:gone"))
-    with pytest.raises(MovedError) as raised:
-        check(Library("lightning", ">=2.6,<2.7", needed))
-    assert str(raised.value) == (
-        "lightning_zero uses private parts of lightning, tested with lightning>=2.6,<2.7; found 2.8.0:"
-        f" lightning.pytorch.loops.loop._Loop.resumes.fset is gone; {HERE}.gone is gone. Use 'lightning>=2.6,<2.7'."
-    )
 
 
 @pytest.mark.parametrize(
@@ -112,33 +88,10 @@ def test_a_newer_version_is_named_once(monkeypatch, caplog, found: str, rank: st
     assert all(f"lightning {found} is newer than lightning>=2.6,<2.8" in text for text in caplog.messages)
 
 
-def test_imports_name_what_moved() -> None:
-    library = Library("pytest", ">=8", (Needed(f"{HERE}:AClass"),))
-    with pytest.raises(MovedError, match="cannot import name '_nowhere'"), importing(library):
-        from lightning_zero.config import _nowhere  # type: ignore[attr-defined]  # noqa: F401
-    with pytest.raises(MovedError, match="_other"), importing(Library("pytest", ">=8", (Needed(f"{HERE}:_other"),))):
-        raise ImportError
-
-
 def test_a_strategy_is_checked_when_it_is_made(monkeypatch) -> None:
-    """Each library once; of an engine only its own."""
     from lightning_zero import strategy
 
-    seen: list[Library] = []
-    monkeypatch.setattr(strategy, "check", seen.append)
-    strategy.ZeroStrategy(stage=2)
-    assert seen == [strategy.TORCH, strategy.LIGHTNING, strategy.TORCHMETRICS, strategy.FULLY_SHARD]
     gone = Library("torch", ">=2.11,<2.16", (Needed("torch:Tensor._nowhere"),))
-    monkeypatch.setattr(strategy, "check", check)
     monkeypatch.setattr(strategy, "TORCH", gone)
     with pytest.raises(MovedError, match=r"Tensor\._nowhere is gone"):
         strategy.ZeroStrategy(stage=2)
-
-
-def test_a_library_is_checked_once(monkeypatch) -> None:
-    library = Library("pytest", ">=8", (Needed(f"{HERE}:AClass"),))
-    check(library)
-    monkeypatch.delattr(f"{HERE}.AClass")
-    check(library)
-    with pytest.raises(MovedError):
-        check(Library("pytest", ">=8.0", (Needed(f"{HERE}:AClass"),)))

@@ -44,8 +44,7 @@ def _meet(port, size):
     return ranks
 
 
-@pytest.mark.parametrize("restarts", ["0", "1"])
-@pytest.mark.parametrize("before", [2, 4])
+@pytest.mark.parametrize(("before", "restarts"), [(2, "0"), (4, "1")])
 def test_a_rank_that_comes_back_early_waits_for_the_others_of_its_restart(agents_store, before, restarts, monkeypatch):
     """torchrun counts restarts on each node for itself: a node that only hears of another's failure counts none."""
     _meet(agents_store.port, before)
@@ -71,13 +70,6 @@ def test_a_rank_leaves_a_round_whose_ranks_died_before_they_had_met(agents_store
     late = _Rank(agents_store.port, 0, 2)
     assert late.met(10)
     assert early.met(10)
-
-
-def test_processes_that_stay_meet_again(agents_store):
-    first, second = _meet(agents_store.port, 3), _meet(agents_store.port, 3)
-    assert first[0].store.check(["seen"])
-    second[1].store.set("new", "1")
-    assert not first[1].store.check(["new"])
 
 
 def test_ranks_that_meet_get_one_store_and_the_missing_is_named(monkeypatch, capsys):
@@ -114,12 +106,3 @@ def test_failures_are_counted_again_at_another_store():
     assert not rendezvous.words(address, second, 0).check(["of the first failure"])
     assert rendezvous.words(address, first, 0) is not None  # this process serves the first one again
     rendezvous.forget()
-
-
-def test_a_taken_port_is_said():
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(RuntimeError, match=rf"port {port} of 127.0.0.1, .*MASTER_PORT"):
-            rendezvous.serve("127.0.0.1", port)

@@ -10,7 +10,3 @@ PAGE = ROOT / "docs" / "settings.md"
 
 def test_the_page_is_current():
     assert PAGE.read_text(encoding="utf-8") == settings.page(), "docs/settings.md is not what `make settings` prints"
-
-
-def test_roles_become_markdown():
-    assert settings.markdown("``a``, :class:`~x.B` and\n    :attr:`c`") == "`a`, `x.B` and `c`"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from lightning_zero import OffloadConfig, ZeroStrategy
-from lightning_zero.engines.after_run import AfterRun
 
 ENGINES = ("fsdp2", "deepspeed")
 
@@ -51,22 +49,6 @@ def test_offload_refuses_a_group_without_a_backend_for_host_memory(monkeypatch: 
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
     with pytest.raises(ValueError, match=r"offload='cpu'.*cuda:nccl.*process_group_backend='cpu:gloo,cuda:nccl'"):
         _on_cuda(offload="cpu").setup_environment()
-
-
-def test_the_end_of_a_fit_needs_no_backend_for_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``process_group_backend="nccl"`` has none: ranks ask each other over a group of their own."""
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise RuntimeError("No backend type associated with device type cpu")
-
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "all_reduce", fails)
-    strategy = _on_cuda()
-    monkeypatch.setattr(ZeroStrategy, "world_size", 2)
-    strategy.engine = SimpleNamespace(total_bytes=1)  # type: ignore[assignment]
-    for room, fits in (([2**40, 2**40], True), ([2**40, 0], False)):
-        strategy._agreement = SimpleNamespace(gather=lambda *_, room=room: room)  # type: ignore[assignment]
-        assert strategy._after_run() is (AfterRun.WHOLE if fits else AfterRun.SHARDED)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

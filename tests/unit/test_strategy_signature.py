@@ -91,27 +91,3 @@ def test_lightning_cli_from_a_file(tmp_path: Path) -> None:
     assert from_file(tmp_path, "trainer:\n  strategy: zero2_offload\n").config == ZeroConfig(stage=2, offload="cpu")
     text = f"{CLASS}      engine: deepspeed\n      deepspeed_config:\n        zero_optimization:\n          stage: 1\n"
     assert from_file(tmp_path, text).config.stage == 1
-
-
-def test_lightning_cli_from_the_shell() -> None:
-    chosen = "--trainer.strategy=lightning_zero.ZeroStrategy", "--trainer.strategy.offload=cpu"
-    assert strategy_of_cli(*chosen, '--trainer.strategy.units=["Block"]').config == ZeroConfig(
-        offload="cpu", units=["Block"]
-    )
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("offload=disk", "disk"),
-        ("stage=4", "4"),
-        ("engine=fsdp", "fsdp"),
-        ("offloat=cpu", "offloat"),
-        ("offload.target=disk", "disk"),
-        ("deepspeed.overlapp_comm=true", "overlapp_comm"),
-    ],
-)
-def test_lightning_cli_refuses_wrong_values(setting: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        strategy_of_cli("--trainer.strategy=lightning_zero.ZeroStrategy", f"--trainer.strategy.{setting}")
-    assert message in capsys.readouterr().err
