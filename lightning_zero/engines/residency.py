@@ -296,6 +296,9 @@ class _Open(NamedTuple):
     """The full tensor of an optimizer state."""
 
 
+_WATCHED = frozenset([*BACKWARDS, *IN_PLACE_COLLECTIVES])
+
+
 class Residency:
     """Opens and closes keys, and handles intercepted calls; see the file's docstring.
 
@@ -458,18 +461,18 @@ class Residency:
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
+    def passes(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> bool:
+        """Whether a call has nothing to do with parameters, as far as a look at its arguments' types shows."""
+        return not kwargs and not self._memories and _PLAIN.issuperset(map(type, args)) and func not in _WATCHED
+
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs ``func(*args, **kwargs)``, a call in user code, on open tensors."""
         # This runs for each intercepted call: the cheap exits come first, and only what is left searches arguments.
         own = self._store.own
         first = args[0] if args else None
-        if func in self.as_they_are:
-            return func(*args)
         if func in BACKWARDS:
             with backwards_inside(self.mode):
                 return self._store.backward(func, lambda: func(*args, **kwargs))
-        if _PLAIN.issuperset(map(type, args)) and not (kwargs or self._memories or func in IN_PLACE_COLLECTIVES):
-            return func(*args)
         if id(first) in own and (func in _OF_A_PARAMETER or func.__name__ == "register_post_accumulate_grad_hook"):
             return self._of_a_parameter(func, args, kwargs)
         name = func.__name__
@@ -830,7 +833,10 @@ class Mode(TorchFunctionMode):
     ) -> Any:
         if func in self._residency.as_they_are:
             return func(*args)
-        if torch.compiler.is_compiling():
+        compiles = torch.compiler.is_compiling()
+        if not compiles and self._residency.passes(func, args, kwargs):
+            return func(*args)
+        if compiles:
             if any(isinstance(value, DTensor) for value in args):
                 end_graph()  # the call is repeated outside of the graph
             return as_traced(func)(*args, **(kwargs or {}))
