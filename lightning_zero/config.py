@@ -13,6 +13,7 @@ import os
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Stage = Literal[1, 2, 3]
@@ -32,7 +33,6 @@ CheckpointingTarget = Literal["none", "full", "selective"]
 STAGES: tuple[int, ...] = get_args(Stage)
 OFFLOAD_TARGETS: tuple[str, ...] = get_args(OffloadTarget)
 
-_Section = TypeVar("_Section", "OffloadConfig", "CompileConfig", "ActivationCheckpointingConfig", "DeepSpeedConfig")
 _Targeted = TypeVar("_Targeted", "OffloadConfig", "CompileConfig", "ActivationCheckpointingConfig")
 
 
@@ -126,69 +126,10 @@ class ActivationCheckpointingConfig:
         return f"activation_checkpointing={what}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeepSpeedConfig:
-    """Settings that only the engine ``deepspeed`` has. ``None`` takes the value of ``deepspeed_config``, else a default
-    chosen for speed. ``_numel`` counts elements of any dtype."""
-
-    overlap_comm: bool | None = None
-    """Overlap the reduction of gradients (stage 3: also the gathering of parameters) with compute; ``None`` is yes on
-    an accelerator. Needs the memory of a second reduce bucket."""
-    reduce_bucket_numel: int | None = None
-    """Gradients reduced in one message; ``None`` scales with the module (:func:`.deepspeed_config.bucket_numel`)."""
-    allgather_bucket_numel: int | None = None
-    """Stages 1 and 2: parameters gathered in one message after a step; ``None`` scales with the module."""
-    prefetch_numel: int | None = None
-    """Stage 3: parameters gathered ahead of their use; ``None`` scales with the module."""
-    persistence_numel: int | None = None
-    """Stage 3: parameters smaller than this stay unsharded on every rank; ``None`` scales with the module."""
-    max_live_numel: int | None = None
-    """Stage 3: most elements of parameters that are unsharded at a time; ``None`` is 1e9."""
-    max_reuse_distance_numel: int | None = None
-    """Stage 3: a parameter stays unsharded if it is used again within this many elements of other parameters; ``None``
-    is 1e9."""
-    sub_group_numel: int | None = None
-    """Stage 3: elements in one group of master weights; ``None`` is 1e9, and less with ``offload.ratio``, which
-    offloads only complete groups."""
-    contiguous_gradients: bool | None = None
-    """Copy gradients into one buffer as they are produced, to avoid fragmentation; ``None`` is yes."""
-    reduce_scatter: bool | None = None
-    """Stages 1 and 2: reduce gradients by reduce-scatter instead of all-reduce; ``None`` is yes."""
-    round_robin_gradients: bool | None = None
-    """Stages 1 and 2: assign parameters to ranks in turn, so that copies to host memory run in parallel; ``None`` is
-    no."""
-    communication_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """The dtype in which gradients are reduced: ``"fp32"``, ``"bf16"`` or ``"fp16"``; ``None`` follows the
-    precision."""
-    hpz_partition_size: int | None = None
-    """Stage 3, ZeRO++: size of the groups of ranks (those of a host) that hold a second sharded copy of the parameters,
-    so that the backward gathers inside the host. Must divide the number of ranks; ``None`` is 1, no second copy."""
-    quantized_weights: bool | None = None
-    """Stage 3, ZeRO++: gather parameters as int8; needs CUDA."""
-    quantized_nontrainable_weights: bool | None = None
-    """Stage 3: store and gather frozen parameters as int8; needs CUDA."""
-    quantized_gradients: bool | None = None
-    """Stage 3, ZeRO++: reduce gradients as int4 between hosts; no effect on one host; needs CUDA."""
-
-    def __post_init__(self) -> None:
-        _check_types(self, "deepspeed.")
-
-
-_ONLY_AT: dict[str, tuple[int, ...]] = {
-    "allgather_bucket_numel": (1, 2),
-    "round_robin_gradients": (1, 2),
-    "reduce_scatter": (1, 2),
-    "prefetch_numel": (3,),
-    "persistence_numel": (3,),
-    "max_live_numel": (3,),
-    "max_reuse_distance_numel": (3,),
-    "sub_group_numel": (3,),
-    "hpz_partition_size": (3,),
-    "quantized_weights": (3,),
-    "quantized_nontrainable_weights": (3,),
-    "quantized_gradients": (3,),
-}
-"""Setting of DeepSpeedConfig -> the stages at which DeepSpeed reads it."""
+PASSED_KEYS = ("zero_optimization", "communication_data_type", "prescale_gradients", "gradient_predivide_factor")
+"""Top-level keys of a DeepSpeed config that are passed to DeepSpeed."""
+_TRAINERS_KEYS = ("gradient_accumulation_steps", "gradient_clipping", "fp16", "bf16", "bfloat16", "data_types")
+"""Top-level keys that must agree with the Trainer, or that belong to its precision. No other key has an effect."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +140,13 @@ class RawConfig:
     """The config as JSON."""
     origin: str = field(default="deepspeed_config", compare=False)
     """The file's path, for messages."""
+
+    def __post_init__(self) -> None:
+        known = (*PASSED_KEYS, *_TRAINERS_KEYS)
+        for name in self.content():
+            close = get_close_matches(name, known, n=1, cutoff=0.85)
+            if close and name not in known:
+                raise ValueError(f"{name} in {self.origin} is not a setting of DeepSpeed; did you mean {close[0]}?")
 
     @classmethod
     def read(cls, given: str | os.PathLike[str] | Mapping[str, Any]) -> RawConfig:
@@ -228,6 +176,17 @@ class RawConfig:
         if not isinstance(found, dict):
             raise ValueError(f"{name}={found!r} in {self.origin}: use a section, {{...}}.")
         return found
+
+    @property
+    def unused(self) -> list[str]:
+        """Top-level keys that have no effect here, but a value. Names that begin with ``_`` or ``//`` are comments."""
+        return [
+            name
+            for name, value in self.content().items()
+            if name not in (*PASSED_KEYS, *_TRAINERS_KEYS)
+            and not name.startswith(("_", "//"))
+            and not (value in (None, False, "auto") or (isinstance(value, dict) and value.get("enabled") is False))
+        ]
 
     @property
     def stage(self) -> int | None:
@@ -264,6 +223,17 @@ class RawConfig:
         return OffloadConfig(target=target, optimizer=moved["optimizer"], parameters=moved["param"])
 
 
+_ONLY_FSDP2 = {
+    "auto": "use stage=1, 2 or 3",
+    "shard_size": "leave it unset, set zero_hpz_partition_size in deepspeed_config, which gathers inside a host in the"
+    " backward",
+    "transport": "leave it unset",
+    "reduce_dtype": "set communication_data_type in deepspeed_config",
+    "comm_buffers": "leave it unset",
+}
+"""Setting that the engine ``deepspeed`` lacks -> the repair."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
     """Stage, engine and all settings of a strategy; immutable and validated.
@@ -282,8 +252,6 @@ class ZeroConfig:
     offload: OffloadConfig = None  # type: ignore[assignment]
     """A target (``"none"``, ``"cpu"``, ``"nvme"``), an :class:`OffloadConfig` or a mapping of its fields. Unset: the
     value of ``deepspeed_config``, else ``"none"``."""
-    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
-    """Settings that only the engine ``deepspeed`` has: a :class:`DeepSpeedConfig` or a mapping of its fields."""
     deepspeed_config: Mapping[str, Any] | str | os.PathLike[str] | None = None
     """A DeepSpeed config for the engine ``deepspeed``: the path of a JSON file, or a mapping. It supplies values that
     are unset here and in the Trainer; two different values are an error. It is read once; use :attr:`raw`
@@ -368,7 +336,6 @@ class ZeroConfig:
 
     def __post_init__(self) -> None:
         self._resolve_file()
-        object.__setattr__(self, "deepspeed", _as_deepspeed(self.deepspeed))
         object.__setattr__(self, "compile", _by_target(CompileConfig, "compile", self.compile))
         object.__setattr__(self, "activation_checkpointing", _as_checkpointing(self.activation_checkpointing))
         _check_types(self)
@@ -445,16 +412,13 @@ class ZeroConfig:
                 )
         if offload.ratio is not None:
             raise ValueError(f"offload.ratio={offload.ratio!r} with engine='fsdp2': use engine='deepspeed' at stage 3.")
-        for name in _given(self.deepspeed):
-            raise ValueError(
-                f"deepspeed.{name}={getattr(self.deepspeed, name)!r} with engine='fsdp2': use engine='deepspeed', or"
-                " leave it unset."
-            )
 
     def _check_deepspeed(self) -> None:
         offload = self.offload
-        if self.auto:
-            raise ValueError("auto=True with engine='deepspeed': the plan covers fsdp2 only; use stage=1, 2 or 3.")
+        for name, repair in _ONLY_FSDP2.items():
+            given = getattr(self, name)
+            if given != next(f.default for f in fields(self) if f.name == name):
+                raise ValueError(f"{name}={given!r} with engine='deepspeed': {repair}, or use engine='fsdp2'.")
         if offload.target == "nvme":
             origin = "" if self.raw is None or self.raw.offload is None else f" of {self.raw.origin}"
             raise ValueError(
@@ -475,11 +439,6 @@ class ZeroConfig:
             raise ValueError(
                 f"offload.ratio={offload.ratio!r} with stage={self.stage}: use stage=3, or leave it unset."
             )
-        if self.shard_size is not None:
-            raise ValueError(
-                f"shard_size={self.shard_size!r} with engine='deepspeed': it shards over all ranks; use engine='fsdp2',"
-                " leave it unset, or set deepspeed.hpz_partition_size, which gathers inside a host in the backward."
-            )
         if self.compile.target != "none" and self.stage == 3:
             raise ValueError(
                 f"compile={self.compile.target!r} with engine='deepspeed' at stage 3, which gathers inside units and so"
@@ -490,19 +449,6 @@ class ZeroConfig:
                 "activation_checkpointing='selective' with engine='deepspeed' at stage 3, which must recompute all of a"
                 " unit to know when to gather: use 'full', stage 1 or 2, or engine='fsdp2'."
             )
-        if self.transport != "auto":
-            raise ValueError(
-                f"transport={self.transport!r} with engine='deepspeed': DeepSpeed has its own; leave it unset, or"
-                " use engine='fsdp2'."
-            )
-        if self.reduce_dtype is not None:
-            raise ValueError(
-                f"reduce_dtype={self.reduce_dtype!r} with engine='deepspeed': use deepspeed.communication_dtype."
-            )
-        if self.comm_buffers != "torch":
-            raise ValueError(
-                f"comm_buffers={self.comm_buffers!r} with engine='deepspeed': leave it unset, or use engine='fsdp2'."
-            )
         for f in fields(self):
             given, by_unit = getattr(self, f.name), {self.activation_checkpointing.target, self.compile.target}
             if f.name in ("units", "min_unit_numel") and given != f.default and by_unit == {"none"}:
@@ -510,12 +456,6 @@ class ZeroConfig:
                     f"{f.name}={given!r} with engine='deepspeed': DeepSpeed gathers each module separately, and uses"
                     " units only to recompute or compile; set activation_checkpointing='full' or compile='units', leave"
                     " it unset, or use engine='fsdp2'."
-                )
-        for name in _given(self.deepspeed):
-            if self.stage not in _ONLY_AT.get(name, STAGES):
-                raise ValueError(
-                    f"deepspeed.{name}={getattr(self.deepspeed, name)!r} with stage={self.stage}: it is for"
-                    f" stage={' and '.join(map(str, _ONLY_AT[name]))}; leave it unset."
                 )
 
     @classmethod
@@ -559,7 +499,6 @@ class PlanConfig:
 
 _LEAST = {
     **dict.fromkeys(("min_unit_numel", "hook_budget_bytes", "headroom"), 0),
-    **dict.fromkeys(("prefetch_numel", "persistence_numel", "max_live_numel", "max_reuse_distance_numel"), 0),
     "shard_size": 2,
 }
 """Setting -> its smallest value, where that is not 1 for a whole number and above 0 for any other number."""
@@ -654,15 +593,7 @@ def _by_target(cls: type[_Targeted], name: str, value: Any) -> _Targeted:
     )
 
 
-def _as_deepspeed(value: Any) -> DeepSpeedConfig:
-    if isinstance(value, DeepSpeedConfig):
-        return value
-    if isinstance(value, Mapping):
-        return _section(DeepSpeedConfig, "deepspeed", value)
-    raise ValueError(f"deepspeed={value!r}: use a DeepSpeedConfig or a mapping of its fields.")
-
-
-def _section(config: type[_Section], where: str, values: Mapping[str, Any]) -> _Section:
+def _section(config: type[_Targeted], where: str, values: Mapping[str, Any]) -> _Targeted:
     _known_only(config, values, f"{where}.")
     return config(**values)
 
@@ -740,7 +671,5 @@ def _as_names(name: str, value: Any, of: str = "class names or name patterns") -
 
 def closest(word: str, known: Sequence[Any]) -> str:
     """The end of an error message: the known word that was probably meant, or all of them."""
-    from difflib import get_close_matches
-
     match = get_close_matches(str(word), [str(k) for k in known], n=1)
     return f" Did you mean {match[0]!r}?" if match else f" Known: {', '.join(map(str, known))}."

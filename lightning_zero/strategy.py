@@ -40,7 +40,6 @@ from lightning_zero.config import (
     CommBuffers,
     CompileConfig,
     CompileTarget,
-    DeepSpeedConfig,
     EngineName,
     OffloadConfig,
     OffloadTarget,
@@ -98,7 +97,6 @@ from lightning_zero.private.torch import TORCH, convert
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_DEEPSPEED_DEFAULTS = DeepSpeedConfig()
 _NO_COMPILE = CompileConfig()
 _KEEP_ALL = ActivationCheckpointingConfig()
 
@@ -125,7 +123,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         engine: EngineName = "fsdp2",
         *,
         offload: OffloadTarget | OffloadConfig | None = None,
-        deepspeed: DeepSpeedConfig = _DEEPSPEED_DEFAULTS,
         deepspeed_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         units: Sequence[str] | None = None,
         min_unit_numel: int = 100_000,
@@ -250,10 +247,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         return backend
 
     # -- set-up and end ------------------------------------------------------------------------------------------
-
-    def connect(self, model: Any) -> None:
-        super().connect(model)
-        self._run.connect(model)
 
     def __getstate__(self) -> dict[str, Any]:
         """State for copies and pickles of a Trainer between runs.
@@ -514,11 +507,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.engine is not None:
             self.engine.check_parameters()
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        self._run.check_batches(
-            self.lightning_module, trainer_facts(trainer), self.root_device, trainer.train_dataloader
-        )
-        self._saving.resume(trainer)
+        self._saving.resume(self.lightning_module.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0 and self.engine is not None:  # hooks at the epoch's start may have changed it

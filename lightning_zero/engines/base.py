@@ -169,7 +169,7 @@ class Engine(ABC):
 
     def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:  # noqa: B027
         """Takes the optimizers of a fit (none in other loops). ``trainer`` holds the Trainer's settings for precision,
-        accumulation and clipping, under the names of ``deepspeed_config.RunFacts``."""
+        accumulation and clipping, under the names of ``RunFacts`` in ``engines/deepspeed/ds_config``."""
 
     def reside(
         self, store: Store, is_between: Callable[[], bool], memories: Memories, parameters: Iterable[Tensor]

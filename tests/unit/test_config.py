@@ -15,7 +15,6 @@ from lightning_zero.config import (
     STAGES,
     ActivationCheckpointingConfig,
     CompileConfig,
-    DeepSpeedConfig,
     OffloadConfig,
     RawConfig,
     ZeroConfig,
@@ -63,9 +62,6 @@ def test_defaults() -> None:
         ({"offload": OffloadConfig(target="cpu", parameters=False)}, ["offload.parameters=False", "deepspeed"]),
         ({"offload": OffloadConfig(target="cpu", optimizer=False)}, ["offload.optimizer=False", "deepspeed"]),
         ({"offload": OffloadConfig(target="cpu", ratio=0.5)}, ["offload.ratio=0.5", "engine='deepspeed'"]),
-        ({"deepspeed": DeepSpeedConfig(overlap_comm=True)}, ["deepspeed.overlap_comm=True", "engine='deepspeed'"]),
-        ({"deepspeed": {"overlap_comm": True}}, ["deepspeed.overlap_comm=True", "engine='deepspeed'"]),
-        ({"deepspeed": {"overlap_com": True}}, ["deepspeed.overlap_com=True", "Did you mean 'overlap_comm'"]),
         ({"deepspeed_config": {}}, ["deepspeed_config", "engine='fsdp2'", "engine='deepspeed'"]),
         ({"engine": "deepspeed", "deepspeed_config": "/nowhere.json"}, ["'/nowhere.json'", "No such file"]),
         ({"engine": "deepspeed", "deepspeed_config": 3}, ["deepspeed_config=3", "mapping"]),
@@ -86,7 +82,7 @@ def test_defaults() -> None:
         ({"transport": "gloo"}, ["transport='gloo'", "'direct'"]),
         ({"engine": "deepspeed", "transport": "torch"}, ["transport='torch'", "engine='deepspeed'"]),
         ({"reduce_dtype": "float32"}, ["reduce_dtype='float32'", "'fp32'"]),
-        ({"engine": "deepspeed", "reduce_dtype": "bf16"}, ["reduce_dtype='bf16'", "deepspeed.communication_dtype"]),
+        ({"engine": "deepspeed", "reduce_dtype": "bf16"}, ["reduce_dtype='bf16'", "communication_data_type"]),
         ({"comm_buffers": "nccl"}, ["comm_buffers='nccl'", "'symmetric'"]),
         ({"engine": "deepspeed", "comm_buffers": "symmetric"}, ["comm_buffers='symmetric'", "engine='fsdp2'"]),
         ({"engine": "deepspeed", "shard_size": 2}, ["shard_size=2", "engine='deepspeed'", "engine='fsdp2'"]),
@@ -102,8 +98,8 @@ def test_defaults() -> None:
             ["offload.ratio=0.5", "stage=2", "stage=3"],
         ),
         (
-            {"engine": "deepspeed", "stage": 2, "deepspeed": DeepSpeedConfig(prefetch_numel=1)},
-            ["deepspeed.prefetch_numel=1", "stage=2", "stage=3"],
+            {"engine": "deepspeed", "deepspeed_config": {"zero_optimizaton": {"stage": 2}}},
+            ["zero_optimizaton in deepspeed_config", "did you mean zero_optimization?"],
         ),
         ({"units": "Block"}, ["units='Block'", "list"]),
         ({"min_unit_numel": -1}, ["min_unit_numel=-1", "0 or more"]),
@@ -152,10 +148,6 @@ def test_refusals_name_setting_value_and_repair(settings: dict[str, Any], parts:
         ),
         (CompileConfig, {"target": "units", "dynamic": "no"}, ["compile.dynamic='no'", "True, False or None"]),
         (CompileConfig, {"target": "units", "fullgraph": None}, ["compile.fullgraph=None", "True or False"]),
-        (DeepSpeedConfig, {"reduce_bucket_numel": 0}, ["reduce_bucket_numel=0", "1 or more"]),
-        (DeepSpeedConfig, {"prefetch_numel": -1}, ["prefetch_numel=-1", "0 or more"]),
-        (DeepSpeedConfig, {"overlap_comm": "yes"}, ["overlap_comm='yes'"]),
-        (DeepSpeedConfig, {"communication_dtype": "int8"}, ["communication_dtype='int8'", "'bf16'"]),
         (ActivationCheckpointingConfig, {"offload": True}, ["offload=True", "target='full' or 'selective'"]),
         (ActivationCheckpointingConfig, {"target": "some"}, ["activation_checkpointing.target='some'", "'selective'"]),
         (ActivationCheckpointingConfig, {"target": "full", "units": []}, ["units=[]", "name modules"]),
@@ -168,26 +160,9 @@ def test_sections_refuse_on_their_own(config: Any, settings: dict[str, Any], par
         assert part in str(caught.value)
 
 
-def test_every_setting_of_deepspeed_says_at_which_stage_it_counts() -> None:
-    for f in dataclasses.fields(DeepSpeedConfig):
-        value: Any = 2 if f.name.endswith(("_numel", "_size")) else True
-        value = "bf16" if f.name == "communication_dtype" else value
-        settings = {f.name: value}
-        accepted = []
-        for stage in STAGES:
-            try:
-                ZeroConfig(engine="deepspeed", stage=stage, deepspeed=DeepSpeedConfig(**settings))
-            except ValueError as error:
-                assert f.name in str(error)  # noqa: PT017
-            else:
-                accepted.append(stage)
-        assert accepted in ([1, 2, 3], [1, 2], [3]), f.name
-
-
 def test_sections_may_be_mappings() -> None:
-    given = ZeroConfig(engine="deepspeed", offload={"target": "cpu", "ratio": 0.5}, deepspeed={"overlap_comm": True})  # type: ignore[arg-type]
-    made = OffloadConfig(target="cpu", ratio=0.5), DeepSpeedConfig(overlap_comm=True)
-    assert given == ZeroConfig(engine="deepspeed", offload=made[0], deepspeed=made[1])
+    given = ZeroConfig(engine="deepspeed", offload={"target": "cpu", "ratio": 0.5})  # type: ignore[arg-type]
+    assert given == ZeroConfig(engine="deepspeed", offload=OffloadConfig(target="cpu", ratio=0.5))
 
 
 def test_what_moves() -> None:

@@ -55,8 +55,6 @@ DEEPSPEED = Library(
         Needed("deepspeed.utils.groups:_release_process_group_references", takes="*group"),
         Needed("deepspeed.accelerator:set_accelerator", takes="accel_obj"),
         Needed("deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.__init__", takes="self"),
-        Needed(f"{_ZERO}.config:DeepSpeedZeroConfig"),
-        *(Needed(f"{_ZERO}.offload_config:DeepSpeedZeroOffload{part}Config") for part in ("Optimizer", "Param")),
         Needed(f"{_INIT}", stores="param_id"),
         Needed(f"{_OFFLOAD}._register_deepspeed_module", takes="self, module, count"),
         Needed(f"{_ZERO}.partitioned_param_coordinator:iter_params", takes="module, recurse"),
@@ -183,7 +181,8 @@ def prepare(device: torch.device) -> Any:
     is safe to undo them. No patch may change how DeepSpeed works outside this package. The exception is the level of
     its loggers, which users can set again afterwards.
     """
-    _quieten()
+    for name in ("DeepSpeed", "deepspeed"):  # they log a line per parameter group, also in the middle of a run
+        logging.getLogger(name).setLevel(logging.WARNING)
     import deepspeed
     from deepspeed import comm
 
@@ -207,11 +206,6 @@ def prepare(device: torch.device) -> Any:
             comm.init_distributed(dist_backend=get_accelerator().communication_backend_name(), dist_init_required=False)
         comm.comm.cdb._lightning_zero_world = dist.group.WORLD
     return deepspeed
-
-
-def _quieten() -> None:
-    for name in ("DeepSpeed", "deepspeed"):  # they log a line per parameter group, also in the middle of a run
-        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 @contextlib.contextmanager
@@ -250,51 +244,6 @@ def without_broadcast() -> AbstractContextManager[None]:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     return _instead(DeepSpeedEngine, "_broadcast_model", lambda self: None)
-
-
-# -- config files --------------------------------------------------------------------------------------------------
-
-
-def known_settings() -> dict[str, dict[str, str]]:
-    """Maps each section of a config file that is checked (``""`` is the top level) to its settings, and each setting to
-    ``""``, or to a deprecated one's replacement."""
-    _quieten()
-    with environment(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")):
-        import deepspeed
-        from deepspeed.runtime.zero import config, offload_config
-    probe = _Probe(train_micro_batch_size_per_gpu=1)
-    deepspeed.DeepSpeedConfig(probe)
-    models = {
-        "zero_optimization": config.DeepSpeedZeroConfig,
-        "zero_optimization.offload_optimizer": offload_config.DeepSpeedZeroOffloadOptimizerConfig,
-        "zero_optimization.offload_param": offload_config.DeepSpeedZeroOffloadParamConfig,
-    }
-    return {"": dict.fromkeys(probe.names, "")} | {
-        section: {
-            field.alias or name: (field.json_schema_extra or {}).get("new_param", "")
-            for name, field in model.model_fields.items()
-        }
-        for section, model in models.items()
-    }
-
-
-class _Probe(dict[str, Any]):
-    """A config that records which settings are looked up in it."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(settings)
-        self.names: set[str] = set()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.names.add(key)
-        return super().get(key, default)
-
-    def __contains__(self, key: Any) -> bool:
-        self.names.add(key)
-        return super().__contains__(key)
-
-    def keys(self) -> Any:  # `key in section.keys()`
-        return self
 
 
 def count_from_zero() -> None:
