@@ -56,9 +56,7 @@ from lightning_zero.engines.after_run import (
     begin_reads,
     has_left_parameters,
     has_left_states,
-    leave,
     left_shards,
-    make_full,
     make_parameters_full,
     where_memory_allows,
 )
@@ -420,14 +418,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._agreement = shared_agreement(self.config.timeout_seconds)
         set_run_agreement(self._agreement)
         self._saving.begin(self._agreement)
-        self._take_over()
-
-    def _take_over(self) -> None:
-        """Makes a module that stayed in the engine of an earlier run an ordinary one (collective)."""
         begin_reads(self.agreement)
-        if self.lightning_module is not None:  # else the environment is set up without a run
-            make_full(self.lightning_module)
-            self.engine = None
 
     def teardown(self) -> None:
         # Saving ends first: it waits for an asynchronous save, whose error must not be lost.
@@ -456,7 +447,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._run.end()
             raise
         module = self.lightning_module
-        if module is not None and self.engine is None:
+        if module is not None:
             sync = layer_sync(self)
             self.model = sync.revert(module) if sync else module
             if after is AfterRun.WHOLE:
@@ -494,11 +485,8 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def _end_engine(self, after: AfterRun) -> None:
         assert self.engine is not None
-        assert self.lightning_module is not None
+        self.engine.failed = self._failed
         self.engine.restore(after is AfterRun.WHOLE)
-        if after is AfterRun.SHARDED and self.engine.stays_after_run:
-            leave(self.lightning_module, self.engine)
-            return
         self.engine = None
         if hasattr(self.precision_plugin, "engine"):
             self.precision_plugin.engine = None

@@ -7,8 +7,8 @@ import copy
 from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from functools import cache
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -32,46 +32,6 @@ class AfterRun(Enum):
     """Every rank holds full parameters in host memory."""
     SHARDED = auto()
     """Every rank holds its shards; user code that touches a parameter gathers it."""
-
-
-class Sharded(Protocol):
-    """Can unshard its module: an engine that stays after its run, or the shards that ``configure_model`` has built."""
-
-    def restore(self, full: bool) -> None:
-        """See :meth:`~lightning_zero.engines.base.Engine.restore`."""
-
-
-class _Left:
-    """Attribute of a module that holds its :class:`Sharded` object. Shards reference their module, so a reference from
-    anywhere else would keep both alive forever. Copies and pickles of the module hold an empty one."""
-
-    def __init__(self, shards: Sharded | None = None) -> None:
-        self.shards = shards
-
-    def __reduce__(self) -> Any:
-        return _Left, ()
-
-
-_KEY = "_lightning_zero_left"
-_LEFT_SHARDED: WeakSet[nn.Module] = WeakSet()
-
-
-def leave(module: nn.Module, shards: Sharded) -> None:
-    """Records that ``module`` is sharded, for its next run."""
-    vars(module)[_KEY] = _Left(shards)
-    _LEFT_SHARDED.add(module)
-
-
-def make_full(module: nn.Module) -> None:
-    """Unshards all modules that :func:`leave` has recorded and that share layers with ``module`` (collective)."""
-    layers = set(module.modules())
-    for owner in list(_LEFT_SHARDED):
-        if layers.isdisjoint(owner.modules()):
-            continue
-        _LEFT_SHARDED.discard(owner)
-        left: _Left = vars(owner).pop(_KEY)
-        assert left.shards is not None
-        left.shards.restore(True)
 
 
 def where_memory_allows(module_bytes: int, num_processes: int, room_bytes: int) -> tuple[AfterRun, str]:
@@ -139,7 +99,7 @@ class LeftState(Tensor):
             agreement.gather(None, "a read of a parameter or optimizer state that a run has left sharded")
         with torch.no_grad(), DisableTorchFunction():
             value = gathered(self.shard) if isinstance(self.shard, DTensor) else self.shard
-            later.become(self, later.memory_for(self, "cpu").copy_(value))
+            later.become(self, later.memory_for(self, "cpu").copy_(value.view(self.shape)))
 
 
 class _LeftParameter(LeftState):
@@ -160,9 +120,10 @@ def _left(kind: Any) -> Any:
     return type(kind)(kind.__name__, (_LeftParameter, kind), names)
 
 
-def leave_parameter(p: nn.Parameter, shard: DTensor) -> None:
-    """Frees the memory of ``p``, which stays sharded until user code touches it or the next run shards it."""
-    set_data(p, _without_memory(shard))
+def leave_parameter(p: nn.Parameter, shard: Tensor, shape: torch.Size | None = None) -> None:
+    """Frees the memory of ``p``, which stays sharded until user code touches it or the next run shards it. ``shape`` is
+    that of ``p`` if ``shard`` is of the flattened parameter."""
+    set_data(p, _without_memory(shard, shape))
     later.leave(p, shard.detach())
     p.__class__ = _left(type(p))
 
@@ -179,8 +140,8 @@ def make_parameters_full(module: nn.Module) -> None:
             p.make_full()
 
 
-def _without_memory(shard: DTensor) -> Tensor:
-    made = torch.empty(shard.shape, dtype=shard.dtype, device="cpu")
+def _without_memory(shard: Tensor, shape: torch.Size | None = None) -> Tensor:
+    made = torch.empty(shard.shape if shape is None else shape, dtype=shard.dtype, device="cpu")
     made.untyped_storage().resize_(0)
     return made
 

@@ -132,8 +132,8 @@ class Engine(ABC):
     total_bytes: int
     """Bytes of the module's full parameters. Set by :meth:`shard`."""
 
-    stays_after_run = False
-    """Whether a module that stays sharded still needs this engine, until the engine's second :meth:`restore`."""
+    failed = False
+    """Whether the run has raised an error: other ranks may be gone, so :meth:`restore` must not communicate."""
 
     peer_memory: PeerMemory | None = None
     """Connections between all ranks, for an engine that has its own between processes on CPUs."""
@@ -419,6 +419,5 @@ class Engine(ABC):
 
     @abstractmethod
     def restore(self, full: bool) -> None:
-        """Ends the run. With ``full`` parameters become full (collective). Otherwise they stay sharded, without
-        collectives: after an error other ranks may be gone. Optimizer states are left as
-        :func:`~lightning_zero.engines.after_run.leave_states` does."""
+        """Ends the run. With ``full`` parameters become full (collective); otherwise they stay sharded. Optimizers are
+        left as by :func:`~lightning_zero.engines.after_run.leave_states`."""

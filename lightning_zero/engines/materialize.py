@@ -106,7 +106,7 @@ class Materializer:
                 if (value := later.left(tensor)) is not None:
                     value = gathered(value) if isinstance(value, DTensor) else value
                     memory = later.memory_for(tensor, self._home)
-                    later.become(tensor, memory.copy_(value) if reads else memory)
+                    later.become(tensor, memory.copy_(value.view(memory.shape)) if reads else memory)
         self._blank += [self._materialized[id(t)] for t in tensors if id(t) in self._materialized and _is_blank(t)]
 
     def finish(self) -> None:

@@ -88,7 +88,7 @@ def test_adam_is_fused_in_host_memory(ranks2: Any) -> None:
         ({"gradient_accumulation_steps": 2}, ["accumulation_steps=2", "accumulate_grad_batches=4"]),
         (
             {"zero_optimization": {"stage": 2, "reduce_bucket": 1}},
-            ["zero_optimization", "reduce_bucket", "not permitted"],
+            ["DeepSpeedZeroConfig", "reduce_bucket", "not permitted"],
         ),
     ],
     ids=["accumulation", "key"],

@@ -43,7 +43,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreement, shared_agreement
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.after_run import leave_states
+from lightning_zero.engines.after_run import leave_parameter, leave_states
 from lightning_zero.engines.base import Engine, Root, refuse_late_hooks
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.full_state import FullState, model_state
@@ -66,7 +66,7 @@ from lightning_zero.engines.refusals import (
     refuse_tracing,
     refuse_transforms,
 )
-from lightning_zero.engines.residency import Memories
+from lightning_zero.engines.residency import Guards, Memories
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     EnableTorchFunction,
@@ -86,8 +86,6 @@ class _Root(Root):
 class DeepSpeedEngine(Engine):
     """Runs ZeRO on DeepSpeed: the plan is in this module's docstring, the contract in
     :class:`~lightning_zero.engines.base.Engine`."""
-
-    stays_after_run = True
 
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         super().__init__(config, device, dtypes)
@@ -120,6 +118,8 @@ class DeepSpeedEngine(Engine):
         self._reductions = Reductions(self._params, self.config, self._under_way, self._agreement)
         self._begin_residency()
         self._start_from_rank_0()
+        self.guards = Guards(self.residency, self._params.held)  # again: parameters of an earlier run had another class
+        self._store.watch = self.guards.watch_all
         self._full = FullState(self._params, self.mesh)
 
     def _start_from_rank_0(self) -> None:
@@ -169,7 +169,6 @@ class DeepSpeedEngine(Engine):
         )
         self.reside(self._store, self._under_way.is_between, memories, params.held)
         self._store.residency = self.residency
-        self._store.watch = self.guards.watch_all
 
     def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:
         """Hands the module to DeepSpeed, grouped as ``optimizers`` group its parameters."""
@@ -378,10 +377,6 @@ class DeepSpeedEngine(Engine):
         found = self._store.known_state(value)
         return None if found is None else found.piece
 
-    def _leave_states(self, full: bool) -> None:
-        self._full.states_as_rows(self._optimizers, self._store.known_state)
-        leave_states(self._optimizers, full)
-
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         shards = self._params.attached
         self.end_window(self.hooks.before_step)
@@ -422,33 +417,33 @@ class DeepSpeedEngine(Engine):
     def restore(self, full: bool) -> None:
         self.end_residency()
         self._store_parameters()  # before masters are read
-        _give_methods_back(self._optimizers)  # even if the module stays sharded
-        if not full:
-            return
         with torch.no_grad(), DisableTorchFunction():
-            values = self._full.values_afterwards()
-            self._leave_states(self.config.after_fit == "whole")
-            held = self.residency.held()
-            self._take_off(values)
-            self._store.end()
+            values = self._full.values_afterwards() if full else {}
+            shards = self._full.shards_afterwards(self.failed) if self._stage3 and not full else {}
+            if not self.failed:
+                self._full.states_as_rows(self._optimizers, self._store.known_state)
+                leave_states(self._optimizers, full and self.config.after_fit == "whole")
+            held = self.residency.held() if full else []
+            self._take_off()
+            for p in self._params.shapes:
+                p.grad = None
+            for p, value in values.items():
+                p.data = value
+            for p, shard in shards.items():
+                leave_parameter(p, shard, self._params.shapes[p])
             for place, p in held:
                 place.copy_(p)
-            self._agreement = None
 
-    def _take_off(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Detaches DeepSpeed from the module and the optimizers; parameters hold ``values`` and no gradients.
-
-        ``values`` must be read before this call, which drops the layout of the pieces.
-        """
-        _give_methods_back(self._optimizers)
-        private.end(self._engine, self.root)
-        for p, value in values.items():
-            p.grad = None
-            p.data = value
+    def _take_off(self) -> None:
+        """Detaches DeepSpeed from the module and the optimizers, and drops its memory."""
+        for optimizer in self._optimizers:
+            optimizer.__dict__.pop("zero_grad", None)  # which attach() has set, so that the class's own is used again
+        private.end(self._engine, self.root, self.failed)
+        self._store.end()
         self._params.shards = None
         self._accumulators.clear()
         self._steps.clear()
-        self._engine = None
+        self._engine = self._agreement = None
 
 
 def _full_accumulator(p: Tensor, shape: torch.Size) -> Node:
@@ -462,12 +457,6 @@ def _full_accumulator(p: Tensor, shape: torch.Size) -> Node:
         return get_gradient_edge(p).node
     finally:
         p.data = cut
-
-
-def _give_methods_back(optimizers: Iterable[Optimizer]) -> None:
-    """Removes the ``zero_grad`` that :meth:`DeepSpeedEngine.attach` sets, so that the class's own is used again."""
-    for optimizer in optimizers:
-        optimizer.__dict__.pop("zero_grad", None)
 
 
 def _refuse_compiled(module: nn.Module) -> None:

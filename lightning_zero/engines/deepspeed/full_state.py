@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.layout import map_tensors
+from lightning_zero.comm.shards import as_shard, local
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import undetached_state_dict
 from lightning_zero.engines.deepspeed import private
@@ -76,11 +77,8 @@ class FullState:
     # -- full parameters -----------------------------------------------------------------------------------------
 
     def full(self, p: Tensor) -> Tensor:
-        """Returns the full values of ``p`` in the user's dtype: those of the master, if there is one."""
-        shards = self._params.shards
-        if shards is not None and p in shards:
-            return shards.assemble(p, shards.master(p)).to(self._params.dtypes[p])
-        return private.gathered_copy(p) if private.is_managed(p) else p.detach().clone()
+        """Returns a full copy of ``p`` in the user's dtype."""
+        return private.gathered_copy(p).to(self._params.dtypes[p])
 
     def parameters(self) -> dict[Tensor, nn.Parameter]:
         """Returns full copies of the held parameters."""
@@ -93,6 +91,17 @@ class FullState:
             p: torch.empty_strided(shape, params.strides[p], dtype=params.dtypes[p]).copy_(self.full(p))
             for p, shape in params.shapes.items()
         }
+
+    def shards_afterwards(self, failed: bool) -> dict[Any, Tensor]:
+        """Returns stage-3 parameters as shards on the CPU: this rank's rows (collective). After a run that ``failed``
+        other ranks may be gone: then this rank's elements of the flattened parameters."""
+        found = {p: self._flat_shard(p) if failed else self.rows(self.full(p)) for p in self._params.held}
+        return {p: as_shard(local(s).cpu(), s) if isinstance(s, DTensor) else s.cpu() for p, s in found.items()}
+
+    def _flat_shard(self, p: Any) -> DTensor:
+        shape = torch.Size([p.ds_numel])
+        mine = private.shard(p)[1].clone()
+        return DTensor.from_local(mine, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
 
 
 def model_state(

@@ -22,12 +22,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_zero.comm.direct import all_gather
 from lightning_zero.engines.base import outside_inference_mode
 from lightning_zero.private.check import Library, Needed, check
 from lightning_zero.private.torch import (
@@ -77,7 +78,8 @@ DEEPSPEED = Library(
         # one backward
         *(Needed(f"{_ENGINE}._backward_{part}", takes="self") for part in ("prologue", "epilogue")),
         Needed(f"{_ENGINE}.backward", stores="_backward_epilogue _running_engine_backward"),
-        Needed(f"{_ENGINE}.destroy", takes="self"),
+        *(Needed(f"{each}.destroy", takes="self") for each in (_ENGINE, _OFFLOAD)),
+        *(Needed(each, stores="_grad_acc_hooks") for each in (_STAGE3, _STAGE12)),
         Needed(f"{_ENGINE}._broadcast_model", takes="self"),
         Needed(_ENGINE, stores="module_forward_pre_hook module_forward_post_hook device dp_world_size"),
         *(Needed(f"{stage}.clear_backward_seen_flag", takes="self") for stage in (_STAGE3, _STAGE12)),
@@ -177,9 +179,8 @@ def environment(device: torch.device) -> Iterator[None]:
 def prepare(device: torch.device) -> Any:
     """Imports DeepSpeed for ``device`` on top of the existing process group, and returns the package.
 
-    The patches stay for the life of the process, because a module may stay sharded after its run, so no point in time
-    is safe to undo them. No patch may change how DeepSpeed works outside this package. The exception is the level of
-    its loggers, which users can set again afterwards.
+    The patches stay for the life of the process. No patch may change how DeepSpeed works outside this package. The
+    exception is the level of its loggers, which users can set again afterwards.
     """
     for name in ("DeepSpeed", "deepspeed"):  # they log a line per parameter group, also in the middle of a run
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -668,15 +669,14 @@ class Shards3(Shards):
 
 @outside_inference_mode()
 def gathered_copy(p: Any) -> Tensor:
-    """Returns a full copy of a stage-3 parameter on every rank (collective)."""
+    """Returns a copy of the full parameter (at stage 3 collective): of the shards, as DeepSpeed's gather may round."""
     land(p)
     if not is_partitioned(p):
         return p.detach().clone()
-    p.all_gather()
-    leave_shard(p)
-    value = p.detach()  # keeps the memory alive that partition() frees
-    p.partition()
-    return value
+    mine, ranks = p.ds_tensor.detach().to(p.device), cast(dist.ProcessGroup, dist.group.WORLD)
+    full = mine.new_empty(mine.numel() * ranks.size())
+    all_gather(full, mine, ranks).wait()
+    return (full if full.numel() == p.ds_numel else full[: p.ds_numel].clone()).view(p.ds_shape)
 
 
 def leave_shard(p: Any) -> None:
@@ -688,12 +688,17 @@ def leave_shard(p: Any) -> None:
             set_data(p, p.detach().clone())
 
 
+def shard(p: Any) -> tuple[int, Tensor]:
+    """Returns this rank's elements of a stage-3 parameter, 1-D without padding, and the index of the first one."""
+    part = p.ds_tensor
+    first = min(part.ds_numel * p.ds_zero_partition_rank, p.ds_numel)
+    return first, part.detach().narrow(0, 0, min(part.ds_numel, p.ds_numel - first))
+
+
 def store_part(p: Any) -> None:
     """Copies this rank's part of the full values in ``p`` to its shard of the stage-3 parameter."""
-    part, rank = p.ds_tensor, p.ds_zero_partition_rank
-    first = min(part.ds_numel * rank, p.ds_numel)
-    length = min(part.ds_numel, p.ds_numel - first)
-    part.narrow(0, 0, length).copy_(p.detach().reshape(-1).narrow(0, first, length))
+    first, part = shard(p)
+    part.copy_(p.detach().reshape(-1).narrow(0, first, part.numel()))
     p.ds_secondary_tensor = None
 
 
@@ -870,12 +875,13 @@ def _offload(engine: Any) -> Any:
     return getattr(engine.optimizer, "parameter_offload", engine.optimizer)
 
 
-def end(engine: Any, root: nn.Module) -> None:
+def end(engine: Any, root: nn.Module, failed: bool) -> None:
     """Removes DeepSpeed's hooks and its attributes on modules and parameters.
 
     Args:
         engine: From ``deepspeed.initialize``; ``None`` if that was never called.
         root: The module that was passed to ``deepspeed.initialize``.
+        failed: Whether the run failed. The device may then wait for ranks that are gone, so nothing waits for it.
     """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -883,7 +889,13 @@ def end(engine: Any, root: nn.Module) -> None:
     if engine is not None:
         engine.module_forward_pre_hook.remove()
         engine.module_forward_post_hook.remove()
-        engine.destroy()
+        if failed:
+            for hook in getattr(engine.optimizer, "_grad_acc_hooks", ()):
+                hook.remove()
+            if hasattr(offload := _offload(engine), "partition_all_parameters"):
+                offload.destroy()
+        else:
+            engine.destroy()
     FWD_MODULE_STACK.clear()
     released = getattr(PartitionedParameterCoordinator, _TO_RELEASE)
     inspect.getclosurevars(released).nonlocals["func"].cache_clear()  # a cache by module, which keeps modules alive

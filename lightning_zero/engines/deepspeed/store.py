@@ -104,7 +104,10 @@ class DeepSpeedStore:
             self._buffers = {key: (buffer, users_of(buffer)) for key, buffer in buffers.items()}
 
     def end(self) -> None:
-        """Drops all parameters: they are ordinary tensors again."""
+        """Drops all parameters, which are ordinary tensors again, and states: a touch of one that is left raises."""
+        for full in self._states:
+            if isinstance(full, Resharded):
+                full.residency = None
         self._own.clear()
         self._params.clear()
         self._homes.clear()
