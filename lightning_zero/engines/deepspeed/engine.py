@@ -138,7 +138,6 @@ class DeepSpeedEngine(Engine):
             groups[owner].append(p)
         with private.environment(self.device):
             private.prepare(self.device)
-            private.count_from_zero()
             shard = private.sharder(self.settings)
             for m, group in groups.items():
                 materializer.materialize(m, group)
@@ -189,8 +188,7 @@ class DeepSpeedEngine(Engine):
         self._engine = self._start(trainable, joined)
         if self._stage3:
             private.expect_in_flight(self.root, params.held)
-            private.let_inputs_change(self._engine, self.root)
-            private.hook_modules(self._engine, self._rests, self._before_module)
+            private.ModuleHooks(self._engine, self.root, self._rests, self._before_module)
             if joined is not None:
                 self._order.follow_buckets(self._engine)
             self._accumulators = [_full_accumulator(p, self._params.shapes[p]) for p in trainable]
@@ -209,12 +207,7 @@ class DeepSpeedEngine(Engine):
         params = self._params
         with private.environment(self.device), params.without_others(self.root):
             deepspeed = private.prepare(self.device)
-            with (
-                DisableTorchFunction(),
-                private.partial_offload(Joined),
-                private.without_broadcast(),
-                private.marking(params.held),
-            ):
+            with DisableTorchFunction(), private.starting(Joined), private.marking(params.held):
                 engine, *_ = deepspeed.initialize(
                     model=self.root,
                     optimizer=joined,
