@@ -221,21 +221,13 @@ KINDS.update(
             for name in ("full", "selective")
         },
         **{
-            f"features_of_{name}": Kind(
-                module=_of(Features, frozen=frozen),
-                reference=UNUSED,
-                deepspeed_refuses={3: r"size of tensor a \(0\)"},
-            )
+            f"features_of_{name}": Kind(module=_of(Features, frozen=frozen), reference=UNUSED)
             for name, frozen in {"hooks": False, "frozen_blocks": True}.items()
         },
         "outputs_in_objects": Kind(
             module=_of(WrappedOutputs, how=("object", "namespace", "distribution", "closure")), validates=True
         ),
-        "outputs_in_iterables": Kind(
-            module=_of(WrappedOutputs, how=("generator", "set")),
-            validates=True,
-            deepspeed_refuses={3: r"vars\(\) argument"},
-        ),
+        "outputs_in_iterables": Kind(module=_of(WrappedOutputs, how=("generator", "set")), validates=True),
         "local_losses": Kind(module=_of(LocalLosses, use="added"), reference=UNUSED),
         "inputs_changed_in_place": Kind(module=_of(ChangesItsInput), validates=True),
     }

@@ -184,9 +184,7 @@ KINDS.update(
         "cached_views": Kind(module=_of(Cached, views=True, before=False)),
         "views_of_detached_weights": Kind(module=_of(StoppedViews), reference=UNUSED),
         "multi_grad_hooks": Kind(module=_of(MultiGradHooks)),
-        "shallow_copy_of_a_block": Kind(
-            module=_of(ShallowCopy), deepspeed_refuses={3: "a Block ran that has hooks of DeepSpeed's stage 3"}
-        ),
+        "shallow_copy_of_a_block": Kind(module=_of(ShallowCopy)),
         "features_of_a_batch_hook": Kind(module=_of(FeaturesOfHook)),
     }
 )

@@ -39,7 +39,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreement, shared_agreement
 from lightning_zero.config import ZeroConfig
@@ -272,8 +271,6 @@ class DeepSpeedEngine(Engine):
             contexts.enter_context(self.guards.instead_of_mode())
             if self._stage3:
                 contexts.enter_context(private.linear_without_weights())
-                # When a checkpoint recomputes, DeepSpeed's hooks must run after modules as well as before them.
-                contexts.enter_context(set_checkpoint_early_stop(False))
             yield
 
     def reshard(self) -> None:

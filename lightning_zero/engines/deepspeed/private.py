@@ -36,6 +36,7 @@ from lightning_zero.private.check import Library, Needed, check
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     in_backward,
+    in_transform,
     own_parameters,
     set_data,
 )
@@ -781,11 +782,10 @@ class ModuleHooks:
         for p in own_parameters(module).values() if self._is_alone else ():
             leave_shard(p)
 
-    def _before_forward(self, module: nn.Module, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _before_forward(self, module: nn.Module, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         self._begins(module)
-        if self._rests():
-            return None
-        _plainly(self._gather)(module, forward=True)
+        if not self._rests():
+            _plainly(self._gather)(module, forward=True)
         # Views, because the gradient of an input itself is complete only after the backward of all that use it.
         views = [each.view_as(each) if _gets_gradient(each) else each for each in args]
         if seen := [view for view, given in zip(views, args, strict=True) if view is not given]:
@@ -793,12 +793,11 @@ class ModuleHooks:
         return tuple(views)
 
     def _after_forward(self, module: nn.Module, _: nn.Module, args: Any, output: Any) -> None:
-        if self._rests():
-            return
-        if not in_backward():  # parameters gathered for a recomputation stay for their module's backward, which follows
+        # Parameters gathered for a recomputation stay gathered for their module's backward, which follows.
+        if not in_backward() and not self._rests():
             _plainly(self._coordinator.release_sub_module)(module, forward=True)
         outputs = [each for each in _tensors_in(output) if each.grad_fn is not None]
-        if outputs and torch.is_grad_enabled():
+        if outputs and torch.is_grad_enabled() and not in_transform():
             register_multi_grad_hook(outputs, partial(self._before_backward, module), mode="any")
 
     def _before_backward(self, module: nn.Module, grad: Tensor) -> None:
@@ -837,7 +836,7 @@ def _gathered_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 def _gets_gradient(value: Any) -> bool:
     is_input = isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.layout == torch.strided
-    return is_input and value.requires_grad and torch.is_grad_enabled()
+    return is_input and value.requires_grad and torch.is_grad_enabled() and not in_transform()
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
