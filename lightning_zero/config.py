@@ -43,12 +43,6 @@ class OffloadConfig:
     target: OffloadTarget | None = "none"
     """``"none"`` (the accelerator), ``"cpu"`` (host memory) or ``"nvme"`` (files, engine ``fsdp2``);
     ``None`` takes the value of ``deepspeed_config``, else ``"none"``. :class:`ZeroConfig` resolves it."""
-    optimizer: bool | None = None
-    """Whether optimizer states and master weights are offloaded; ``None`` is yes. ``fully_shard`` offloads nothing
-    without them."""
-    parameters: bool | None = None
-    """Whether parameter shards are offloaded; ``None`` follows engine and stage
-    (:meth:`ZeroConfig.offloads_parameters`). Only engine ``deepspeed`` at stage 3 lets you choose."""
     path: str | None = None
     """nvme: folder on the fast disk; ``None`` is ``<default_root_dir>/offload``."""
     pin_memory: bool | None = None
@@ -66,8 +60,6 @@ class OffloadConfig:
             raise ValueError(f"offload.path={self.path!r} with offload.target='cpu': it is for 'nvme'.")
         if self.target == "nvme" and self.ratio is not None:
             raise ValueError(f"offload.ratio={self.ratio!r} with offload.target='nvme': partial offload is for 'cpu'.")
-        if self.target != "none" and self.optimizer is False and self.parameters is False:
-            raise ValueError("offload.optimizer=False with offload.parameters=False: use offload.target='none'.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,23 +196,15 @@ class RawConfig:
         return stage
 
     @property
-    def offload(self) -> OffloadConfig | None:
-        """The config's offload sections as an :class:`OffloadConfig`; ``None`` if it has none."""
-        zero = self.section("zero_optimization")
-        parts = {}
+    def offload_devices(self) -> dict[str, str]:
+        """The devices of the sections ``offload_optimizer`` and ``offload_param``, of those that exist."""
+        devices = {}
         for part in ("optimizer", "param"):
-            section = zero.get(f"offload_{part}")
+            section = self.section("zero_optimization").get(f"offload_{part}")
             if section is not None:
-                _one_of(f"{self.origin}: offload_{part}.device", section.get("device", "none"), OFFLOAD_TARGETS)
-                parts[part] = section
-        if not parts:
-            return None
-        devices = {part: section.get("device", "none") for part, section in parts.items()}
-        target = max(devices.values(), key=OFFLOAD_TARGETS.index)
-        if target == "none":
-            return OffloadConfig()
-        moved = {part: devices.get(part, "none") != "none" for part in ("optimizer", "param")}
-        return OffloadConfig(target=target, optimizer=moved["optimizer"], parameters=moved["param"])
+                devices[part] = section.get("device", "none")
+                _one_of(f"{self.origin}: offload_{part}.device", devices[part], OFFLOAD_TARGETS)
+        return devices
 
 
 _ONLY_FSDP2 = {
@@ -355,17 +339,17 @@ class ZeroConfig:
     @property
     def offloads_optimizer(self) -> bool:
         """Whether optimizer states and master weights are stored off the accelerator."""
-        return self.offload.target != "none" and self.offload.optimizer is not False
+        return self._offloads("optimizer")
 
     @property
     def offloads_parameters(self) -> bool:
         """Whether parameter shards are stored off the accelerator between uses: with ``fully_shard`` at every stage (at
         stages 1 and 2 between steps), with DeepSpeed at stage 3."""
-        if self.offload.target == "none":
-            return False
-        if self.offload.parameters is not None:
-            return self.offload.parameters
-        return self.engine == "fsdp2" or self.stage == 3
+        return self._offloads("param") and (self.engine == "fsdp2" or self.stage == 3)
+
+    def _offloads(self, part: str) -> bool:
+        devices = {} if self.raw is None else self.raw.offload_devices
+        return (devices.get(part, "none") if devices else self.offload.target) != "none"
 
     # The three methods below run inside __post_init__ of a frozen dataclass, hence object.__setattr__.
 
@@ -387,14 +371,19 @@ class ZeroConfig:
                     f"stage={self.stage!r}, but zero_optimization.stage={raw.stage} in {raw.origin}: leave stage unset"
                     f" (on the command line strategy=zero_default), or use stage={raw.stage}."
                 )
-            if offload is not None:
-                offload = _merged(offload, raw)
+            devices = set(raw.offload_devices.values()) - {"none"}
+            target: Any = max(devices, default="none", key=OFFLOAD_TARGETS.index)
+            if offload is None or offload.target is None:
+                offload = replace(offload or OffloadConfig(), target=target)
+            elif raw.offload_devices and offload.target != target:
+                raise ValueError(
+                    f"offload.target={offload.target!r}, but {raw.origin} has {target!r}: leave it unset or make them"
+                    " equal."
+                )
         if self.stage is None:
             object.__setattr__(self, "stage", (raw and raw.stage) or 3)
-        if offload is None:
-            offload = (raw and raw.offload) or OffloadConfig()
-        elif offload.target is None:
-            offload = replace(offload, target="none")
+        if offload is None or offload.target is None:
+            offload = replace(offload or OffloadConfig(), target="none")
         object.__setattr__(self, "offload", offload)
 
     def _check_fsdp2(self) -> None:
@@ -404,12 +393,6 @@ class ZeroConfig:
                 "offload.pin_memory=True with offload.target='nvme' and engine='fsdp2': pages of a file cannot be"
                 " pinned; leave it unset, or use offload.target='cpu'."
             )
-        for name in ("optimizer", "parameters"):
-            if getattr(offload, name) is False:
-                raise ValueError(
-                    f"offload.{name}=False with engine='fsdp2': fully_shard moves parameters and optimizer states"
-                    " together; leave it unset, or use engine='deepspeed'."
-                )
         if offload.ratio is not None:
             raise ValueError(f"offload.ratio={offload.ratio!r} with engine='fsdp2': use engine='deepspeed' at stage 3.")
 
@@ -420,20 +403,16 @@ class ZeroConfig:
             if given != next(f.default for f in fields(self) if f.name == name):
                 raise ValueError(f"{name}={given!r} with engine='deepspeed': {repair}, or use engine='fsdp2'.")
         if offload.target == "nvme":
-            origin = "" if self.raw is None or self.raw.offload is None else f" of {self.raw.origin}"
+            origin = f" of {self.raw.origin}" if self.raw is not None and self.raw.offload_devices else ""
             raise ValueError(
                 f"offload='nvme'{origin} with engine='deepspeed', which cannot keep shards in files: use engine='fsdp2'"
                 " (strategy='zero3_nvme'), or offload='cpu'."
             )
-        if offload.parameters and self.stage != 3:
+        devices = {} if self.raw is None else self.raw.offload_devices
+        if devices.get("param", "none") != "none" and self.stage != 3:
             raise ValueError(
-                f"offload.parameters=True with stage={self.stage} and engine='deepspeed': use stage=3,"
-                " engine='fsdp2', or leave it unset."
-            )
-        if offload.optimizer is False and self.stage != 3:
-            raise ValueError(
-                f"offload.optimizer=False with stage={self.stage}: nothing else is offloaded there; use"
-                " offload.target='none'."
+                f"offload_param.device={devices['param']!r} in deepspeed_config with stage={self.stage}: remove the"
+                " section, or use stage=3."
             )
         if offload.ratio not in (None, 1) and self.stage != 3:
             raise ValueError(
@@ -603,21 +582,6 @@ def _known_only(config: type, values: Mapping[str, Any], where: str = "") -> Non
     for name, value in values.items():
         if name not in known:
             raise ValueError(f"{where}{name}={value!r} is not a setting of {config.__name__}.{closest(name, known)}")
-
-
-def _merged(offload: OffloadConfig, raw: RawConfig) -> OffloadConfig:
-    """Fills the unset fields of ``offload`` from the file."""
-    filed = raw.offload
-    filled: dict[str, Any] = {}
-    for name in ("target", "optimizer", "parameters") if filed is not None else ():
-        given, in_file = getattr(offload, name), getattr(filed, name)
-        if given is None:
-            filled[name] = in_file
-        elif in_file is not None and given != in_file:
-            raise ValueError(
-                f"offload.{name}={given!r}, but {raw.origin} has {in_file!r}: leave it unset or make them equal."
-            )
-    return replace(offload, **filled)
 
 
 def _file_or_mapping(value: Any) -> str | os.PathLike[str] | Mapping[str, Any]:

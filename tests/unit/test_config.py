@@ -21,6 +21,7 @@ from lightning_zero.config import (
 )
 
 FILE = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+ONLY_PARAMETERS = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
 INSTEAD = ["use engine='fsdp2'", "strategy='zero3_nvme'", "offload='cpu'"]
 """Of files on DeepSpeed."""
 
@@ -59,8 +60,6 @@ def test_defaults() -> None:
             {"offload": {"target": "nvme", "pin_memory": True}},
             ["offload.pin_memory=True", "'nvme'", "engine='fsdp2'", "offload.target='cpu'"],
         ),
-        ({"offload": OffloadConfig(target="cpu", parameters=False)}, ["offload.parameters=False", "deepspeed"]),
-        ({"offload": OffloadConfig(target="cpu", optimizer=False)}, ["offload.optimizer=False", "deepspeed"]),
         ({"offload": OffloadConfig(target="cpu", ratio=0.5)}, ["offload.ratio=0.5", "engine='deepspeed'"]),
         ({"deepspeed_config": {}}, ["deepspeed_config", "engine='fsdp2'", "engine='deepspeed'"]),
         ({"engine": "deepspeed", "deepspeed_config": "/nowhere.json"}, ["'/nowhere.json'", "No such file"]),
@@ -72,8 +71,6 @@ def test_defaults() -> None:
         ({"engine": "deepspeed", "deepspeed_config": {"zero_optimization": {"stage": 0}}}, ["stage=0", "ddp"]),
         ({"engine": "deepspeed", "deepspeed_config": {"zero_optimization": 3}}, ["zero_optimization=3", "section"]),
         ({"engine": "deepspeed", "offload": "nvme"}, ["offload='nvme'", "engine='deepspeed'", *INSTEAD]),
-        ({"engine": "deepspeed", "offload": OffloadConfig(target="nvme", optimizer=False)}, INSTEAD),
-        ({"engine": "deepspeed", "offload": OffloadConfig(target="nvme", parameters=False)}, INSTEAD),
         ({"engine": "deepspeed", "deepspeed_config": _to_files("offload_param")}, INSTEAD),
         (
             {"engine": "deepspeed", "deepspeed_config": _to_files("offload_optimizer")},
@@ -90,8 +87,8 @@ def test_defaults() -> None:
         ({"engine": "deepspeed", "min_unit_numel": 1}, ["min_unit_numel=1", "activation_checkpointing='full'"]),
         ({"engine": "deepspeed", "auto": True}, ["auto=True", "engine='deepspeed'"]),
         (
-            {"engine": "deepspeed", "stage": 1, "offload": OffloadConfig(target="cpu", parameters=True)},
-            ["offload.parameters=True", "stage=1", "stage=3"],
+            {"engine": "deepspeed", "stage": 1, "deepspeed_config": ONLY_PARAMETERS},
+            ["offload_param.device='cpu'", "stage=1", "stage=3"],
         ),
         (
             {"engine": "deepspeed", "stage": 2, "offload": OffloadConfig(target="cpu", ratio=0.5)},
@@ -130,8 +127,7 @@ def test_refusals_name_setting_value_and_repair(settings: dict[str, Any], parts:
         (OffloadConfig, {"target": "nvme", "ratio": 0.5}, ["offload.ratio=0.5", "'cpu'"]),
         (OffloadConfig, {"target": "cpu", "ratio": 0}, ["offload.ratio=0", "above 0"]),
         (OffloadConfig, {"target": "cpu", "ratio": 1.5}, ["offload.ratio=1.5", "up to 1"]),
-        (OffloadConfig, {"target": "cpu", "optimizer": False, "parameters": False}, ["offload.target='none'"]),
-        (OffloadConfig, {"target": "cpu", "optimizer": 1}, ["offload.optimizer=1", "True, False or None"]),
+        (OffloadConfig, {"target": "cpu", "pin_memory": 1}, ["offload.pin_memory=1", "True, False or None"]),
         (CompileConfig, {"backend": "eager"}, ["compile.backend='eager'", "compile.target='units'"]),
         (CompileConfig, {"target": "units", "backend": 3}, ["compile.backend=3", "a name or None"]),
         (CompileConfig, {"target": "units", "mode": "fast"}, ["compile.mode='fast'", "'max-autotune-no-cudagraphs'"]),
@@ -174,8 +170,9 @@ def test_what_moves() -> None:
     for stage in STAGES:
         assert moves(stage=stage, offload="cpu") == (True, True)
         assert moves(stage=stage, offload="cpu", engine="deepspeed") == (True, stage == 3)
-    assert moves(offload=OffloadConfig(target="cpu", optimizer=False), engine="deepspeed") == (False, True)
-    assert moves(offload=OffloadConfig(target="cpu", parameters=False), engine="deepspeed") == (True, False)
+    assert moves(deepspeed_config={}, offload="cpu", engine="deepspeed") == (True, True)
+    assert moves(deepspeed_config=ONLY_PARAMETERS, engine="deepspeed") == (False, True)
+    assert moves(deepspeed_config=FILE, offload="cpu", engine="deepspeed") == (True, False)
 
 
 def test_a_file_fills_what_is_unset(tmp_path: Any) -> None:

@@ -130,7 +130,7 @@ def test_a_config_replaces_our_defaults() -> None:
     assert merged.items() >= config["zero_optimization"].items()
     offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}}
     with pytest.raises(ValueError, match=r"ratio=0.3 .*0.5"):
-        made(deepspeed_config=offload, offload=OffloadConfig(target="cpu", ratio=0.5, parameters=False))
+        made(deepspeed_config=offload, offload=OffloadConfig(target="cpu", ratio=0.5))
 
 
 def test_buckets_scale_with_the_module() -> None:
@@ -150,9 +150,13 @@ def test_offload_sections() -> None:
     assert cpu["offload_optimizer"] == {"device": "cpu", "pin_memory": False, "ratio": 1.0}
     assert made(replace(CPU, device_type="cuda"), offload="cpu")["zero_optimization"]["offload_param"]["pin_memory"]
     assert "offload_param" not in made(offload="cpu", stage=2)["zero_optimization"]
-    split = made(offload=OffloadConfig(target="cpu", parameters=False, ratio=0.5))["zero_optimization"]
-    assert split["offload_optimizer"]["ratio"] == 0.5
-    assert split["sub_group_size"] == CPU.numel // (CPU.world_size * 32)  # one group could not be split
+    part = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
+    for split in (
+        made(offload=OffloadConfig(target="cpu", ratio=0.5))["zero_optimization"],
+        made(deepspeed_config=part)["zero_optimization"],
+    ):
+        assert split["offload_optimizer"]["ratio"] == 0.5
+        assert split["sub_group_size"] == CPU.numel // (CPU.world_size * 32)  # one group could not be split
     assert "offload_param" not in split
 
 

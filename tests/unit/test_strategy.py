@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_zero import OffloadConfig, ZeroStrategy
+from lightning_zero import ZeroStrategy
 from lightning_zero.engines.after_run import AfterRun
 
 ENGINES = ("fsdp2", "deepspeed")
@@ -38,9 +38,9 @@ def test_offload_needs_a_backend_for_host_memory(engine: str) -> None:
         strategy = _on_cuda(engine=engine, offload="cpu", process_group_backend="nccl")
         with pytest.raises(ValueError, match=r"process_group_backend='nccl' with offload='cpu'.*cpu:gloo,cuda:nccl"):
             strategy._get_process_group_backend()
-    only_parameters = OffloadConfig(target="cpu", optimizer=False)
     if engine == "deepspeed":
-        strategy = _on_cuda(engine=engine, offload=only_parameters, process_group_backend="nccl")
+        only_parameters = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
+        strategy = _on_cuda(engine=engine, deepspeed_config=only_parameters, process_group_backend="nccl")
         assert strategy._get_process_group_backend() == "nccl"
 
 

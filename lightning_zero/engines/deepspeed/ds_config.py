@@ -158,7 +158,7 @@ def _precision_sections(config: ZeroConfig, raw: RawConfig, facts: RunFacts) -> 
 
 
 def _zero_section(config: ZeroConfig, facts: RunFacts, raw: RawConfig) -> dict[str, Any]:
-    made = {**_defaults(config, facts), **_without_auto(raw.section("zero_optimization"))}
+    made = {**_defaults(config, facts, raw), **_without_auto(raw.section("zero_optimization"))}
     made["stage"] = config.stage
     made["memory_efficient_linear"] = False  # the engine sets that function, for its own steps only
     for part, moves in (("optimizer", config.offloads_optimizer), ("param", config.offloads_parameters)):
@@ -176,7 +176,7 @@ def _zero_section(config: ZeroConfig, facts: RunFacts, raw: RawConfig) -> dict[s
     return made
 
 
-def _defaults(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
+def _defaults(config: ZeroConfig, facts: RunFacts, raw: RawConfig) -> dict[str, Any]:
     """Returns our defaults for keys that the user's config does not set. Other keys keep DeepSpeed's default."""
     bucket = bucket_numel(facts.numel)
     made: dict[str, Any] = {"overlap_comm": facts.device_type != "cpu", "reduce_bucket_size": bucket}  # CPU: no streams
@@ -184,7 +184,8 @@ def _defaults(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
         made["stage3_prefetch_bucket_size"] = min(bucket, 50_000_000)
         # biases and norms of a large module
         made["stage3_param_persistence_threshold"] = min(100_000, facts.numel // 1000)
-        if config.offload.ratio not in (None, 1):
+        offloaded = raw.section("zero_optimization").get("offload_optimizer") or {}
+        if (config.offload.ratio or offloaded.get("ratio")) not in (None, 1, AUTO):
             made["sub_group_size"] = max(1, facts.numel // (facts.world_size * _RATIO_SUB_GROUPS))
     else:
         made["allgather_bucket_size"] = bucket
