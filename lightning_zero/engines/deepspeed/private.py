@@ -66,7 +66,6 @@ DEEPSPEED = Library(
         Needed(f"{_STAGE3}", stores="DeepSpeedCPUAdam"),
         # sharding
         Needed(f"{_INIT}.__init__", takes="self, *config_dict_or_path, tensor_overrides"),
-        Needed(f"{_INIT}._all_gather", takes="self, param_list, async_op, hierarchy"),
         Needed(f"{_INIT}._convert_to_deepspeed_param", takes="self, param"),
         Needed(
             _INIT,
@@ -270,36 +269,25 @@ def _skip_replicated() -> None:
     _patch([parameter_offload, partitioned_param_coordinator], "iter_params", make)
 
 
-def watch(p: Any, watcher: Any) -> None:
-    """Has ``watcher`` called before stage 3 gathers ``p`` and before stage 3 frees the memory of ``p``."""
-    p.ds_watcher = watcher
+def watch(p: Any, before_empty: Callable[[Any], None]) -> None:
+    """Has ``before_empty`` called with ``p`` before stage 3 frees the memory of ``p``."""
+    p.ds_before_empty = before_empty
 
 
 def _tell_watchers() -> None:
-    """Patches stage 3 to call the watchers of :func:`watch`; other parameters behave as before."""
+    """Patches stage 3 to call the functions given to :func:`watch`; other parameters behave as before."""
     from deepspeed.runtime.zero import partition_parameters as home
 
-    def make_gather(gather: Callable[..., Any]) -> Any:
-        def all_gather(self: Any, param_list: list[Any], *args: Any, **kwargs: Any) -> Any:
-            with DisableTorchFunction():  # DeepSpeed's work must not open parameters, even if user code calls it
-                for p in param_list:
-                    if (watcher := getattr(p, "ds_watcher", None)) is not None:
-                        watcher.before_gather(p)
-                return gather(self, param_list, *args, **kwargs)
-
-        return all_gather
-
-    def make_free(free: Callable[[Any], None]) -> Any:
+    def make(free: Callable[[Any], None]) -> Any:
         def free_param(param: Any) -> None:
             with DisableTorchFunction(), torch.no_grad():
-                if (watcher := getattr(param, "ds_watcher", None)) is not None:
-                    watcher.before_empty(param)
+                if (before_empty := getattr(param, "ds_before_empty", None)) is not None:
+                    before_empty(param)
                 free(param)
 
         return free_param
 
-    _patch([home.Init], "_all_gather", make_gather)
-    _patch([home], "free_param", make_free)
+    _patch([home], "free_param", make)
 
 
 # -- sharding ------------------------------------------------------------------------------------------------------

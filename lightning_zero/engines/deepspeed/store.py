@@ -93,7 +93,7 @@ class DeepSpeedStore:
         self._num_states = 0  # states made so far; never decreases, so that keys stay unique
         if self._stage3:
             for p in params.held:
-                private.watch(p, self)
+                private.watch(p, self.before_empty)
 
     def begin(self) -> None:
         """Records versions and buffers, once DeepSpeed has laid out its memory."""
@@ -219,10 +219,6 @@ class DeepSpeedStore:
         else:
             private.empty(p)
         self._memories.keep(key, 0, place)
-
-    def before_gather(self, p: Tensor) -> None:
-        """Is called before DeepSpeed gathers ``p``."""
-        self.residency.close(self._own[id(p)])
 
     # -- states --------------------------------------------------------------------------------------------------
 
