@@ -51,7 +51,7 @@ class FullState:
         def one(path: Any, tensor: Tensor) -> Tensor:
             if id(tensor) not in done:
                 held = tensor in self._params.held
-                done[id(tensor)] = self.rows(self.full(tensor)) if held else tensor.detach()
+                done[id(tensor)] = self.rows(private.gathered_copy(tensor)) if held else tensor.detach()
             return done[id(tensor)]
 
         return map_tensors(one, undetached_state_dict(self._params.module))
@@ -63,7 +63,7 @@ class FullState:
             found = known(tensor)
             if found is not None:
                 return self.rows(self._params.attached.assemble(found.parameter, found.piece))
-            return self.rows(self.full(tensor)) if tensor in self._params.held else tensor
+            return self.rows(private.gathered_copy(tensor)) if tensor in self._params.held else tensor
 
         return map_tensors(one, state)
 
@@ -76,26 +76,22 @@ class FullState:
 
     # -- full parameters -----------------------------------------------------------------------------------------
 
-    def full(self, p: Tensor) -> Tensor:
-        """Returns a full copy of ``p`` in the user's dtype."""
-        return private.gathered_copy(p).to(self._params.dtypes[p])
-
     def parameters(self) -> dict[Tensor, nn.Parameter]:
         """Returns full copies of the held parameters."""
-        return {p: nn.Parameter(self.full(p).to(p.device, p.dtype), p.requires_grad) for p in self._params.held}
+        return {p: nn.Parameter(private.gathered_copy(p), p.requires_grad) for p in self._params.held}
 
     def values_afterwards(self) -> dict[Tensor, Tensor]:
-        """Returns full parameters on the CPU, in the user's dtype and strides."""
+        """Returns full parameters on the CPU, in the user's strides."""
         params = self._params
         return {
-            p: torch.empty_strided(shape, params.strides[p], dtype=params.dtypes[p]).copy_(self.full(p))
+            p: torch.empty_strided(shape, params.strides[p], dtype=p.dtype).copy_(private.gathered_copy(p))
             for p, shape in params.shapes.items()
         }
 
     def shards_afterwards(self, failed: bool) -> dict[Any, Tensor]:
         """Returns stage-3 parameters as shards on the CPU: this rank's rows (collective). After a run that ``failed``
         other ranks may be gone: then this rank's elements of the flattened parameters."""
-        found = {p: self._flat_shard(p) if failed else self.rows(self.full(p)) for p in self._params.held}
+        found = {p: self._flat_shard(p) if failed else self.rows(private.gathered_copy(p)) for p in self._params.held}
         return {p: as_shard(local(s).cpu(), s) if isinstance(s, DTensor) else s.cpu() for p, s in found.items()}
 
     def _flat_shard(self, p: Any) -> DTensor:
