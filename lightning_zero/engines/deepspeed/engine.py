@@ -224,8 +224,7 @@ class DeepSpeedEngine(Engine):
         if Phase.FULL not in self._under_way:
             refuse_tracing()
             refuse_transforms("stage 3 of engine='deepspeed'", "stage=2, engine='fsdp2'")
-        if any(p is not None for p in own_parameters(module).values()):
-            self._order.gathers(module)
+        self._order.gathers(module)
 
     def _plain(self, p: Tensor) -> Tensor:
         """Returns a copy of the full values of ``p`` (collective at stage 3)."""

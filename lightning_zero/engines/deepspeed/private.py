@@ -810,11 +810,14 @@ def _plainly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _gathered_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the modules that are gathered one by one: all but those inside of a ``leaf_module`` of the config."""
+    """Yields the modules that are gathered one by one: those with sharded parameters of their own, but of a
+    ``leaf_module`` of the config only itself."""
     from deepspeed.utils import z3_leaf_module
 
-    yield module
-    if z3_leaf_module(module):
+    is_leaf = z3_leaf_module(module)
+    if is_leaf or any(map(is_managed, own_parameters(module).values())):
+        yield module
+    if is_leaf:
         for p in module.parameters():
             p.ds_z3_leaf_module = module  # type: ignore[attr-defined]
         return
