@@ -67,14 +67,15 @@ class LeftState(Tensor):
 
     @property
     def shard(self) -> Any:
-        """The shard; of a parameter perhaps the tensor that a checkpoint has put in its place."""
+        """The shard, or the function that gathers; of a parameter perhaps the tensor that a checkpoint has put in its
+        place."""
         return later.left(self)
 
     @staticmethod
-    def of(shard: DTensor) -> LeftState:
-        """Creates a tensor without memory, of the full shape of ``shard``."""
-        made: Any = _without_memory(shard)
-        later.leave(made, shard)
+    def of(value: later.Value, like: Tensor) -> LeftState:
+        """Creates a tensor without memory, with shape and dtype of ``like``."""
+        made: Any = _without_memory(like)
+        later.leave(made, value)
         made.__class__ = LeftState
         return made  # type: ignore[no-any-return]
 
@@ -98,8 +99,7 @@ class LeftState(Tensor):
         for agreement in list(_reads.values()):
             agreement.gather(None, "a read of a parameter or optimizer state that a run has left sharded")
         with torch.no_grad(), DisableTorchFunction():
-            value = gathered(self.shard) if isinstance(self.shard, DTensor) else self.shard
-            later.become(self, later.memory_for(self, "cpu").copy_(value.view(self.shape)))
+            later.become(self, later.memory_for(self, "cpu").copy_(later.full_value(self.shard)))
 
 
 class _LeftParameter(LeftState):
@@ -120,11 +120,11 @@ def _left(kind: Any) -> Any:
     return type(kind)(kind.__name__, (_LeftParameter, kind), names)
 
 
-def leave_parameter(p: nn.Parameter, shard: Tensor, shape: torch.Size | None = None) -> None:
-    """Frees the memory of ``p``, which stays sharded until user code touches it or the next run shards it. ``shape`` is
-    that of ``p`` if ``shard`` is of the flattened parameter."""
-    set_data(p, _without_memory(shard, shape))
-    later.leave(p, shard.detach())
+def leave_parameter(p: nn.Parameter, value: later.Value, like: Tensor) -> None:
+    """Frees the memory of ``p``, which stays sharded until user code touches it or the next run shards it. ``like`` has
+    the full shape."""
+    set_data(p, _without_memory(like))
+    later.leave(p, value)
     p.__class__ = _left(type(p))
 
 
@@ -140,8 +140,8 @@ def make_parameters_full(module: nn.Module) -> None:
             p.make_full()
 
 
-def _without_memory(shard: Tensor, shape: torch.Size | None = None) -> Tensor:
-    made = torch.empty(shard.shape if shape is None else shape, dtype=shard.dtype, device="cpu")
+def _without_memory(like: Tensor) -> Tensor:
+    made = torch.empty(like.shape, dtype=like.dtype, device="cpu")
     made.untyped_storage().resize_(0)
     return made
 
@@ -175,7 +175,7 @@ def leave_states(optimizers: Iterable[Optimizer], full: bool, to_host: bool = Tr
             if isinstance(value, DTensor):
                 is_all = full or (to_host and value.device_mesh.size() == 1)
                 shard = as_shard(local(value).cpu(), value) if to_host else value
-                entry[key] = gathered(value).cpu() if is_all else LeftState.of(shard)
+                entry[key] = gathered(value).cpu() if is_all else LeftState.of(shard, shard)
 
 
 def has_left_states(optimizer: Optimizer) -> bool:
@@ -184,9 +184,19 @@ def has_left_states(optimizer: Optimizer) -> bool:
 
 
 def left_shards(state: Any) -> Any:
-    """Returns ``state``, an ``optimizer.state_dict()``, with each :class:`LeftState` replaced by its shard."""
+    """Returns ``state``, a state dict, with each :class:`LeftState` replaced by its shard. Those that have a function
+    instead become full (collective)."""
+
+    def one(path: Any, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, LeftState):
+            return tensor
+        if isinstance(tensor.shard, Tensor):
+            return tensor.shard
+        tensor.make_full()
+        return tensor
+
     with DisableTorchFunction():
-        return map_tensors(lambda path, t: t.shard if isinstance(t, LeftState) else t, state)
+        return map_tensors(one, state)
 
 
 def _entries(optimizers: Iterable[Optimizer]) -> Iterator[dict[str, Any]]:

@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreement, shared_agreement
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.after_run import leave_parameter, leave_states
+from lightning_zero.engines.after_run import leave_states
 from lightning_zero.engines.base import Engine, Root, refuse_late_hooks
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.full_state import FullState, model_state
@@ -75,13 +75,6 @@ from lightning_zero.private.torch import (
 )
 
 
-class _Root(Root):
-    """Returns a list, because DeepSpeed inspects results of other types."""
-
-    def forward(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return [super().forward(method, *args, **kwargs)]
-
-
 class DeepSpeedEngine(Engine):
     """Runs ZeRO on DeepSpeed: the plan is in this module's docstring, the contract in
     :class:`~lightning_zero.engines.base.Engine`."""
@@ -101,7 +94,7 @@ class DeepSpeedEngine(Engine):
 
     def shard(self, module: nn.Module) -> None:
         self.module = module
-        self.root = _Root(module)
+        self.root = Root(module)
         refuse_late_hooks(dict(module.named_parameters()))
         refuse_held_views(module)
         if self._stage3:
@@ -257,7 +250,7 @@ class DeepSpeedEngine(Engine):
         self.broadcast_buffers()
         with self._in(Phase.STEP):
             with torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
-                output = self.root(method, *args, **kwargs)[0]
+                output = self.root(method, *args, **kwargs)
                 self._order.gathers()
             if not wants_grad:
                 self._release_kept()
@@ -408,18 +401,16 @@ class DeepSpeedEngine(Engine):
         self._store_parameters()  # before masters are read
         with torch.no_grad(), DisableTorchFunction():
             values = self._full.values_afterwards() if full else {}
-            shards = self._full.shards_afterwards(self.failed) if self._stage3 and not full else {}
-            if not self.failed:
-                self._full.states_as_rows(self._optimizers, self._store.known_state)
-                leave_states(self._optimizers, full and self.config.after_fit == "whole")
+            self._full.leave_states(self._optimizers, self._store.known_state, self.failed)
+            leave_states(self._optimizers, full and self.config.after_fit == "whole")
             held = self.residency.held() if full else []
+            if self._stage3 and not full:
+                self._full.leave_parameters(self.failed)
             self._take_off()
             for p in self._params.shapes:
                 p.grad = None
             for p, value in values.items():
                 p.data = value
-            for p, shard in shards.items():
-                leave_parameter(p, shard, self._params.shapes[p])
             for place, p in held:
                 place.copy_(p)
 

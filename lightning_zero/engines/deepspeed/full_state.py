@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from lightning_zero.checkpoint.later import Value
 from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.shards import as_shard, local
 from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.after_run import LeftState, leave_parameter
 from lightning_zero.engines.base import undetached_state_dict
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.parameters import Parameters
@@ -67,11 +69,14 @@ class FullState:
 
         return map_tensors(one, state)
 
-    def states_as_rows(self, optimizers: Iterable[Optimizer], known: Callable[[Any], State | None]) -> None:
-        """Replaces pieces in the states of ``optimizers`` by rows."""
+    def leave_states(self, optimizers: Iterable[Optimizer], known: Callable[[Any], State | None], failed: bool) -> None:
+        """Replaces pieces in the states of ``optimizers`` by rows (collective). After a run that ``failed`` other ranks
+        may be gone: then by states that assemble the pieces when user code touches them."""
         for p, entry in (each for o in optimizers for of_all in states(family(o)) for each in of_all.items()):
             for key, value in entry.items():
-                if (found := known(value)) is not None:
+                if (found := known(value)) is not None and failed:
+                    entry[key] = LeftState.of(self._params.attached.assembly(p, found.piece), value)
+                elif found is not None:
                     entry[key] = self.rows(self._params.attached.assemble(p, found.piece))
 
     # -- full parameters -----------------------------------------------------------------------------------------
@@ -88,16 +93,16 @@ class FullState:
             for p, shape in params.shapes.items()
         }
 
-    def shards_afterwards(self, failed: bool) -> dict[Any, Tensor]:
-        """Returns stage-3 parameters as shards on the CPU: this rank's rows (collective). After a run that ``failed``
-        other ranks may be gone: then this rank's elements of the flattened parameters."""
-        found = {p: self._flat_shard(p) if failed else self.rows(private.gathered_copy(p)) for p in self._params.held}
-        return {p: as_shard(local(s).cpu(), s) if isinstance(s, DTensor) else s.cpu() for p, s in found.items()}
-
-    def _flat_shard(self, p: Any) -> DTensor:
-        shape = torch.Size([p.ds_numel])
-        mine = private.shard(p)[1].clone()
-        return DTensor.from_local(mine, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
+    def leave_parameters(self, failed: bool) -> None:
+        """Leaves this rank's rows of stage-3 parameters, on the CPU (collective). After a run that ``failed`` other
+        ranks may be gone: then user code that touches a parameter assembles it from all ranks' shards."""
+        for p in cast("Iterable[nn.Parameter]", self._params.held):
+            like = torch.empty(self._params.shapes[p], dtype=p.dtype, device="meta")
+            left: Value = private.assembly(p)
+            if not failed:
+                rows = self.rows(private.gathered_copy(p))
+                left = as_shard(local(rows).cpu(), rows) if isinstance(rows, DTensor) else rows.cpu()
+            leave_parameter(p, left, like)
 
 
 def model_state(

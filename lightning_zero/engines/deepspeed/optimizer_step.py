@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.comm.shards import gathered
+from lightning_zero.checkpoint.later import full_value
 from lightning_zero.engines.after_run import LeftState
 from lightning_zero.engines.deepspeed.private import Shards, attributes
 from lightning_zero.private.torch import DisableTorchFunction
@@ -80,7 +80,7 @@ class Pieces:
         the parameter's: a checkpoint may come from a run that stepped on bf16 weights."""
         master, dtype = self.shards.master(p), full.dtype
         if isinstance(full, LeftState):
-            full = gathered(full.shard)
+            full = full_value(full.shard)
         elif dtype == p.dtype:
             dtype = master.dtype
         return self.shards.cut(p, full).to(master.device, dtype, copy=True)

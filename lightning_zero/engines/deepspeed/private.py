@@ -430,11 +430,11 @@ class Shards(ABC):
 
         The sum over ranks is exact, because each element is non-zero on one rank only.
         """
-        full = local.new_zeros(self.shapes[p].numel())
-        self.cut(p, full).copy_(local)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(full)
-        return full.view(self.shapes[p])
+        return self.assembly(p, local)()
+
+    def assembly(self, p: Tensor, local: Tensor) -> Callable[[], Tensor]:
+        """Returns the function that does the same later, even when DeepSpeed is gone."""
+        return partial(_assembled, self.shapes[p], self.pieces[p].offset, local)
 
     def cut(self, p: Tensor, full: Tensor) -> Tensor:
         """Returns this rank's piece of ``full``, a tensor of the full shape of ``p``, 1-D; a view if ``full`` is
@@ -650,16 +650,29 @@ def leave_shard(p: Any) -> None:
             set_data(p, p.detach().clone())
 
 
-def shard(p: Any) -> tuple[int, Tensor]:
+def _assembled(shape: torch.Size, first: int, part: Tensor) -> Tensor:
+    full = part.new_zeros(shape.numel())
+    full.narrow(0, first, part.numel()).copy_(part)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(full)
+    return full.view(shape)
+
+
+def _shard(p: Any) -> tuple[int, Tensor]:
     """Returns this rank's elements of a stage-3 parameter, 1-D without padding, and the index of the first one."""
     part = p.ds_tensor
     first = min(part.ds_numel * p.ds_zero_partition_rank, p.ds_numel)
     return first, part.detach().narrow(0, 0, min(part.ds_numel, p.ds_numel - first))
 
 
+def assembly(p: Any) -> Callable[[], Tensor]:
+    """Returns a function that assembles a stage-3 parameter from its shards, even when DeepSpeed is gone."""
+    return partial(_assembled, p.ds_shape, *_shard(p))
+
+
 def store_part(p: Any) -> None:
     """Copies this rank's part of the full values in ``p`` to its shard of the stage-3 parameter."""
-    first, part = shard(p)
+    first, part = _shard(p)
     part.copy_(p.detach().reshape(-1).narrow(0, first, part.numel()))
     p.ds_secondary_tensor = None
 
