@@ -220,11 +220,15 @@ def _kept(settings: dict[str, Any], fails_at: int) -> tuple[list[str], int, int]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-@pytest.mark.parametrize(("engine", "stage", "fails_at"), [("fsdp2", 3, 3), ("deepspeed", 3, 3), ("deepspeed", 2, 99)])
-def test_a_run_that_nobody_holds_is_gone(ranks2: Any, engine: str, stage: int, fails_at: int) -> None:
+@pytest.mark.parametrize(
+    ("engine", "stage", "fails_at", "num_ranks"),
+    [("fsdp2", 3, 3, 2), ("deepspeed", 3, 3, 1), ("deepspeed", 3, 99, 2), ("deepspeed", 2, 99, 2)],
+)
+def test_a_run_that_nobody_holds_is_gone(ranks: Any, engine: str, stage: int, fails_at: int, num_ranks: int) -> None:
     """By itself DeepSpeed's stage 3 keeps the module, and with it the Trainer, for as long as the process lives."""
-    runs = [ranks2(_kept, {"stage": stage, "engine": engine}, fails_at) for _ in range(3)]
-    assert [alive for ranks in runs for alive, _, _ in ranks] == [[]] * 6
+    settings = {"stage": stage, "engine": engine}
+    runs = [ranks(_kept, settings, fails_at, world_size=num_ranks) for _ in range(3)]
+    assert [alive for run in runs for alive, _, _ in run] == [[]] * 3 * num_ranks
     for (_, before, first), (_, _, second), (_, _, third) in zip(*runs, strict=True):
         if engine == "fsdp2":
             assert first <= before

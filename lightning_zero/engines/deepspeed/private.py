@@ -28,7 +28,6 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_zero.comm.direct import all_gather
 from lightning_zero.engines.base import outside_inference_mode
@@ -790,26 +789,42 @@ class ModuleHooks:
         # Views, because the gradient of an input itself is complete only after the backward of all that use it.
         views = [each.view_as(each) if _gets_gradient(each) else each for each in args]
         if seen := [view for view, given in zip(views, args, strict=True) if view is not given]:
-            register_multi_grad_hook(seen, partial(self._after_backward, module))
+            after_all = _AfterAll(len(seen), partial(self._after_backward, module))
+            for view in seen:
+                view.register_hook(after_all)
         return tuple(views)
 
     def _after_forward(self, module: nn.Module, _: nn.Module, args: Any, output: Any) -> None:
         # Parameters gathered for a recomputation stay gathered for their module's backward, which follows.
         if not in_backward() and not self._rests():
             _plainly(self._coordinator.release_sub_module)(module, forward=True)
-        outputs = [each for each in _tensors_in(output) if each.grad_fn is not None]
-        if outputs and torch.is_grad_enabled() and not in_transform():
-            register_multi_grad_hook(outputs, partial(self._before_backward, module), mode="any")
+        for each in _tensors_in(output) if torch.is_grad_enabled() and not in_transform() else ():
+            if each.grad_fn is not None:
+                each.register_hook(partial(self._before_backward, module))
 
     def _before_backward(self, module: nn.Module, grad: Tensor) -> None:
         if not self._rests():
             self._in_backward.add(module)
             _plainly(self._gather)(module, forward=False)
 
-    def _after_backward(self, module: nn.Module, grads: Sequence[Tensor | None]) -> None:
+    def _after_backward(self, module: nn.Module) -> None:
         if module in self._in_backward and not self._rests():
             self._in_backward.discard(module)
             _plainly(self._coordinator.release_sub_module)(module, forward=False)
+
+
+class _AfterAll:
+    """A hook of ``num`` tensors that calls ``action`` when all their gradients have arrived.
+
+    Not ``register_multi_grad_hook``: its hooks refer to the nodes that hold them, so that each pass would leak."""
+
+    def __init__(self, num: int, action: Callable[[], None]) -> None:
+        self._num, self._action, self._num_arrived = num, action, 0
+
+    def __call__(self, grad: Tensor) -> None:
+        self._num_arrived = (self._num_arrived + 1) % self._num  # a retained graph may be gone through again
+        if not self._num_arrived:
+            self._action()
 
 
 def _plainly(method: Callable[..., None]) -> Callable[..., None]:
