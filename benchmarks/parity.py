@@ -37,7 +37,6 @@ TIMEOUT_SECONDS = 120.0
 GROUPS_PAGE = PAGE.with_name("hsdp.md")
 SHAPES = {PAGE: [2, None], GROUPS_PAGE: [4, 2]}
 """Page -> processes, and the size of groups."""
-NOT_YET = "\n³ User code's own error: `p.grad` is `None` between micro-batches, which a warning says.\n"
 Column = tuple[str, int]
 
 
@@ -103,7 +102,7 @@ def _row(pool: RankPool, name: str, world_size: int, strategies: dict[Column, di
                 )
                 errors = {error for error, text in answer if re.search(refusal, text)}
                 said = len(errors) == 1 and all(re.search(refusal, text) for _, text in answer)
-                note = "¹" if "some ranks only" in refusal else "³" if refusal == zoo.NO_GRADIENT_YET else "²"
+                note = "¹" if "some ranks only" in refusal else "²"
                 cells.append(f"{errors.pop()} {note}" if said else "**not refused**")
                 continue
             results = pool.run(train, name, strategy, True, world_size=world_size, timeout_seconds=TIMEOUT_SECONDS)
@@ -175,7 +174,6 @@ The kinds are the classes of `tests/helpers/zoo.py`; {tests}.
         "\n\n² Refused by name before the first step, or at the call in user code (a transform of `torch.func`, a read"
         " of\ngradients in `LightningModule.backward`, a write that would be lost). The error says what to do instead."
         "\n"
-        f"{NOT_YET if not shard_size else ''}"
         "\n## Why the tolerances are not 0\n"
     )
     reasons: dict[tuple[str, str], list[str]] = {}

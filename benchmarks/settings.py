@@ -44,11 +44,6 @@ PAGES = (
         " `ZeroStrategy(activation_checkpointing=...)` takes besides a word or a list of modules."
         " [compile.md](compile.md#recomputed-activations) explains them.",
     ),
-    (
-        config.DeepSpeedConfig,
-        "What only the engine `deepspeed` has",
-        "`strategy.deepspeed.NAME=VALUE`; the fields of `DeepSpeedConfig`. [deepspeed.md](deepspeed.md) explains them.",
-    ),
     (config.PlanConfig, "The plan", "`plan.NAME=VALUE` of `lightning-zero plan`."),
     (SlurmJob, "SLURM", "`launcher.NAME=VALUE` of `lightning-zero submit launcher=slurm`."),
 )

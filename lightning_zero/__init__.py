@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from lightning_zero.config import (
         ActivationCheckpointingConfig,
         CompileConfig,
-        DeepSpeedConfig,
         OffloadConfig,
         ZeroConfig,
     )
@@ -29,7 +28,6 @@ __version__ = "0.1.0"
 __all__ = [
     "ActivationCheckpointingConfig",
     "CompileConfig",
-    "DeepSpeedConfig",
     "OffloadConfig",
     "ZeroConfig",
     "ZeroStrategy",
@@ -44,7 +42,6 @@ __all__ = [
 _LAZY = {
     "ActivationCheckpointingConfig": "lightning_zero.config",
     "CompileConfig": "lightning_zero.config",
-    "DeepSpeedConfig": "lightning_zero.config",
     "OffloadConfig": "lightning_zero.config",
     "ZeroConfig": "lightning_zero.config",
     "ZeroStrategy": "lightning_zero.strategy",

@@ -13,6 +13,7 @@ import os
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Stage = Literal[1, 2, 3]
@@ -32,7 +33,6 @@ CheckpointingTarget = Literal["none", "full", "selective"]
 STAGES: tuple[int, ...] = get_args(Stage)
 OFFLOAD_TARGETS: tuple[str, ...] = get_args(OffloadTarget)
 
-_Section = TypeVar("_Section", "OffloadConfig", "CompileConfig", "ActivationCheckpointingConfig", "DeepSpeedConfig")
 _Targeted = TypeVar("_Targeted", "OffloadConfig", "CompileConfig", "ActivationCheckpointingConfig")
 
 
@@ -43,12 +43,6 @@ class OffloadConfig:
     target: OffloadTarget | None = "none"
     """``"none"`` (the accelerator), ``"cpu"`` (host memory) or ``"nvme"`` (files, engine ``fsdp2``);
     ``None`` takes the value of ``deepspeed_config``, else ``"none"``. :class:`ZeroConfig` resolves it."""
-    optimizer: bool | None = None
-    """Whether optimizer states and master weights are offloaded; ``None`` is yes. ``fully_shard`` offloads nothing
-    without them."""
-    parameters: bool | None = None
-    """Whether parameter shards are offloaded; ``None`` follows engine and stage
-    (:meth:`ZeroConfig.offloads_parameters`). Only engine ``deepspeed`` at stage 3 lets you choose."""
     path: str | None = None
     """nvme: folder on the fast disk; ``None`` is ``<default_root_dir>/offload``."""
     pin_memory: bool | None = None
@@ -66,8 +60,6 @@ class OffloadConfig:
             raise ValueError(f"offload.path={self.path!r} with offload.target='cpu': it is for 'nvme'.")
         if self.target == "nvme" and self.ratio is not None:
             raise ValueError(f"offload.ratio={self.ratio!r} with offload.target='nvme': partial offload is for 'cpu'.")
-        if self.target != "none" and self.optimizer is False and self.parameters is False:
-            raise ValueError("offload.optimizer=False with offload.parameters=False: use offload.target='none'.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,69 +118,10 @@ class ActivationCheckpointingConfig:
         return f"activation_checkpointing={what}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeepSpeedConfig:
-    """Settings that only the engine ``deepspeed`` has. ``None`` takes the value of ``deepspeed_config``, else a default
-    chosen for speed. ``_numel`` counts elements of any dtype."""
-
-    overlap_comm: bool | None = None
-    """Overlap the reduction of gradients (stage 3: also the gathering of parameters) with compute; ``None`` is yes on
-    an accelerator. Needs the memory of a second reduce bucket."""
-    reduce_bucket_numel: int | None = None
-    """Gradients reduced in one message; ``None`` scales with the module (:func:`.deepspeed_config.bucket_numel`)."""
-    allgather_bucket_numel: int | None = None
-    """Stages 1 and 2: parameters gathered in one message after a step; ``None`` scales with the module."""
-    prefetch_numel: int | None = None
-    """Stage 3: parameters gathered ahead of their use; ``None`` scales with the module."""
-    persistence_numel: int | None = None
-    """Stage 3: parameters smaller than this stay unsharded on every rank; ``None`` scales with the module."""
-    max_live_numel: int | None = None
-    """Stage 3: most elements of parameters that are unsharded at a time; ``None`` is 1e9."""
-    max_reuse_distance_numel: int | None = None
-    """Stage 3: a parameter stays unsharded if it is used again within this many elements of other parameters; ``None``
-    is 1e9."""
-    sub_group_numel: int | None = None
-    """Stage 3: elements in one group of master weights; ``None`` is 1e9, and less with ``offload.ratio``, which
-    offloads only complete groups."""
-    contiguous_gradients: bool | None = None
-    """Copy gradients into one buffer as they are produced, to avoid fragmentation; ``None`` is yes."""
-    reduce_scatter: bool | None = None
-    """Stages 1 and 2: reduce gradients by reduce-scatter instead of all-reduce; ``None`` is yes."""
-    round_robin_gradients: bool | None = None
-    """Stages 1 and 2: assign parameters to ranks in turn, so that copies to host memory run in parallel; ``None`` is
-    no."""
-    communication_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """The dtype in which gradients are reduced: ``"fp32"``, ``"bf16"`` or ``"fp16"``; ``None`` follows the
-    precision."""
-    hpz_partition_size: int | None = None
-    """Stage 3, ZeRO++: size of the groups of ranks (those of a host) that hold a second sharded copy of the parameters,
-    so that the backward gathers inside the host. Must divide the number of ranks; ``None`` is 1, no second copy."""
-    quantized_weights: bool | None = None
-    """Stage 3, ZeRO++: gather parameters as int8; needs CUDA."""
-    quantized_nontrainable_weights: bool | None = None
-    """Stage 3: store and gather frozen parameters as int8; needs CUDA."""
-    quantized_gradients: bool | None = None
-    """Stage 3, ZeRO++: reduce gradients as int4 between hosts; no effect on one host; needs CUDA."""
-
-    def __post_init__(self) -> None:
-        _check_types(self, "deepspeed.")
-
-
-_ONLY_AT: dict[str, tuple[int, ...]] = {
-    "allgather_bucket_numel": (1, 2),
-    "round_robin_gradients": (1, 2),
-    "reduce_scatter": (1, 2),
-    "prefetch_numel": (3,),
-    "persistence_numel": (3,),
-    "max_live_numel": (3,),
-    "max_reuse_distance_numel": (3,),
-    "sub_group_numel": (3,),
-    "hpz_partition_size": (3,),
-    "quantized_weights": (3,),
-    "quantized_nontrainable_weights": (3,),
-    "quantized_gradients": (3,),
-}
-"""Setting of DeepSpeedConfig -> the stages at which DeepSpeed reads it."""
+PASSED_KEYS = ("zero_optimization", "communication_data_type", "prescale_gradients", "gradient_predivide_factor")
+"""Top-level keys of a DeepSpeed config that are passed to DeepSpeed."""
+_TRAINERS_KEYS = ("gradient_accumulation_steps", "gradient_clipping", "fp16", "bf16", "bfloat16", "data_types")
+"""Top-level keys that must agree with the Trainer, or that belong to its precision. No other key has an effect."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +132,13 @@ class RawConfig:
     """The config as JSON."""
     origin: str = field(default="deepspeed_config", compare=False)
     """The file's path, for messages."""
+
+    def __post_init__(self) -> None:
+        known = (*PASSED_KEYS, *_TRAINERS_KEYS)
+        for name in self.content():
+            close = get_close_matches(name, known, n=1, cutoff=0.85)
+            if close and name not in known:
+                raise ValueError(f"{name} in {self.origin} is not a setting of DeepSpeed; did you mean {close[0]}?")
 
     @classmethod
     def read(cls, given: str | os.PathLike[str] | Mapping[str, Any]) -> RawConfig:
@@ -230,6 +170,17 @@ class RawConfig:
         return found
 
     @property
+    def unused(self) -> list[str]:
+        """Top-level keys that have no effect here, but a value. Names that begin with ``_`` or ``//`` are comments."""
+        return [
+            name
+            for name, value in self.content().items()
+            if name not in (*PASSED_KEYS, *_TRAINERS_KEYS)
+            and not name.startswith(("_", "//"))
+            and not (value in (None, False, "auto") or (isinstance(value, dict) and value.get("enabled") is False))
+        ]
+
+    @property
     def stage(self) -> int | None:
         """The ZeRO stage that the config sets; ``None`` if it sets none."""
         stage = self.section("zero_optimization").get("stage", "auto")
@@ -245,23 +196,26 @@ class RawConfig:
         return stage
 
     @property
-    def offload(self) -> OffloadConfig | None:
-        """The config's offload sections as an :class:`OffloadConfig`; ``None`` if it has none."""
-        zero = self.section("zero_optimization")
-        parts = {}
+    def offload_devices(self) -> dict[str, str]:
+        """The devices of the sections ``offload_optimizer`` and ``offload_param``, of those that exist."""
+        devices = {}
         for part in ("optimizer", "param"):
-            section = zero.get(f"offload_{part}")
+            section = self.section("zero_optimization").get(f"offload_{part}")
             if section is not None:
-                _one_of(f"{self.origin}: offload_{part}.device", section.get("device", "none"), OFFLOAD_TARGETS)
-                parts[part] = section
-        if not parts:
-            return None
-        devices = {part: section.get("device", "none") for part, section in parts.items()}
-        target = max(devices.values(), key=OFFLOAD_TARGETS.index)
-        if target == "none":
-            return OffloadConfig()
-        moved = {part: devices.get(part, "none") != "none" for part in ("optimizer", "param")}
-        return OffloadConfig(target=target, optimizer=moved["optimizer"], parameters=moved["param"])
+                devices[part] = section.get("device", "none")
+                _one_of(f"{self.origin}: offload_{part}.device", devices[part], OFFLOAD_TARGETS)
+        return devices
+
+
+_ONLY_FSDP2 = {
+    "auto": "use stage=1, 2 or 3",
+    "shard_size": "leave it unset, set zero_hpz_partition_size in deepspeed_config, which gathers inside a host in the"
+    " backward",
+    "transport": "leave it unset",
+    "reduce_dtype": "set communication_data_type in deepspeed_config",
+    "comm_buffers": "leave it unset",
+}
+"""Setting that the engine ``deepspeed`` lacks -> the repair."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,8 +236,6 @@ class ZeroConfig:
     offload: OffloadConfig = None  # type: ignore[assignment]
     """A target (``"none"``, ``"cpu"``, ``"nvme"``), an :class:`OffloadConfig` or a mapping of its fields. Unset: the
     value of ``deepspeed_config``, else ``"none"``."""
-    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
-    """Settings that only the engine ``deepspeed`` has: a :class:`DeepSpeedConfig` or a mapping of its fields."""
     deepspeed_config: Mapping[str, Any] | str | os.PathLike[str] | None = None
     """A DeepSpeed config for the engine ``deepspeed``: the path of a JSON file, or a mapping. It supplies values that
     are unset here and in the Trainer; two different values are an error. It is read once; use :attr:`raw`
@@ -368,7 +320,6 @@ class ZeroConfig:
 
     def __post_init__(self) -> None:
         self._resolve_file()
-        object.__setattr__(self, "deepspeed", _as_deepspeed(self.deepspeed))
         object.__setattr__(self, "compile", _by_target(CompileConfig, "compile", self.compile))
         object.__setattr__(self, "activation_checkpointing", _as_checkpointing(self.activation_checkpointing))
         _check_types(self)
@@ -388,17 +339,17 @@ class ZeroConfig:
     @property
     def offloads_optimizer(self) -> bool:
         """Whether optimizer states and master weights are stored off the accelerator."""
-        return self.offload.target != "none" and self.offload.optimizer is not False
+        return self._offloads("optimizer")
 
     @property
     def offloads_parameters(self) -> bool:
         """Whether parameter shards are stored off the accelerator between uses: with ``fully_shard`` at every stage (at
         stages 1 and 2 between steps), with DeepSpeed at stage 3."""
-        if self.offload.target == "none":
-            return False
-        if self.offload.parameters is not None:
-            return self.offload.parameters
-        return self.engine == "fsdp2" or self.stage == 3
+        return self._offloads("param") and (self.engine == "fsdp2" or self.stage == 3)
+
+    def _offloads(self, part: str) -> bool:
+        devices = {} if self.raw is None else self.raw.offload_devices
+        return (devices.get(part, "none") if devices else self.offload.target) != "none"
 
     # The three methods below run inside __post_init__ of a frozen dataclass, hence object.__setattr__.
 
@@ -420,14 +371,19 @@ class ZeroConfig:
                     f"stage={self.stage!r}, but zero_optimization.stage={raw.stage} in {raw.origin}: leave stage unset"
                     f" (on the command line strategy=zero_default), or use stage={raw.stage}."
                 )
-            if offload is not None:
-                offload = _merged(offload, raw)
+            devices = set(raw.offload_devices.values()) - {"none"}
+            target: Any = max(devices, default="none", key=OFFLOAD_TARGETS.index)
+            if offload is None or offload.target is None:
+                offload = replace(offload or OffloadConfig(), target=target)
+            elif raw.offload_devices and offload.target != target:
+                raise ValueError(
+                    f"offload.target={offload.target!r}, but {raw.origin} has {target!r}: leave it unset or make them"
+                    " equal."
+                )
         if self.stage is None:
             object.__setattr__(self, "stage", (raw and raw.stage) or 3)
-        if offload is None:
-            offload = (raw and raw.offload) or OffloadConfig()
-        elif offload.target is None:
-            offload = replace(offload, target="none")
+        if offload is None or offload.target is None:
+            offload = replace(offload or OffloadConfig(), target="none")
         object.__setattr__(self, "offload", offload)
 
     def _check_fsdp2(self) -> None:
@@ -437,48 +393,30 @@ class ZeroConfig:
                 "offload.pin_memory=True with offload.target='nvme' and engine='fsdp2': pages of a file cannot be"
                 " pinned; leave it unset, or use offload.target='cpu'."
             )
-        for name in ("optimizer", "parameters"):
-            if getattr(offload, name) is False:
-                raise ValueError(
-                    f"offload.{name}=False with engine='fsdp2': fully_shard moves parameters and optimizer states"
-                    " together; leave it unset, or use engine='deepspeed'."
-                )
         if offload.ratio is not None:
             raise ValueError(f"offload.ratio={offload.ratio!r} with engine='fsdp2': use engine='deepspeed' at stage 3.")
-        for name in _given(self.deepspeed):
-            raise ValueError(
-                f"deepspeed.{name}={getattr(self.deepspeed, name)!r} with engine='fsdp2': use engine='deepspeed', or"
-                " leave it unset."
-            )
 
     def _check_deepspeed(self) -> None:
         offload = self.offload
-        if self.auto:
-            raise ValueError("auto=True with engine='deepspeed': the plan covers fsdp2 only; use stage=1, 2 or 3.")
+        for name, repair in _ONLY_FSDP2.items():
+            given = getattr(self, name)
+            if given != next(f.default for f in fields(self) if f.name == name):
+                raise ValueError(f"{name}={given!r} with engine='deepspeed': {repair}, or use engine='fsdp2'.")
         if offload.target == "nvme":
-            origin = "" if self.raw is None or self.raw.offload is None else f" of {self.raw.origin}"
+            origin = f" of {self.raw.origin}" if self.raw is not None and self.raw.offload_devices else ""
             raise ValueError(
                 f"offload='nvme'{origin} with engine='deepspeed', which cannot keep shards in files: use engine='fsdp2'"
                 " (strategy='zero3_nvme'), or offload='cpu'."
             )
-        if offload.parameters and self.stage != 3:
+        devices = {} if self.raw is None else self.raw.offload_devices
+        if devices.get("param", "none") != "none" and self.stage != 3:
             raise ValueError(
-                f"offload.parameters=True with stage={self.stage} and engine='deepspeed': use stage=3,"
-                " engine='fsdp2', or leave it unset."
-            )
-        if offload.optimizer is False and self.stage != 3:
-            raise ValueError(
-                f"offload.optimizer=False with stage={self.stage}: nothing else is offloaded there; use"
-                " offload.target='none'."
+                f"offload_param.device={devices['param']!r} in deepspeed_config with stage={self.stage}: remove the"
+                " section, or use stage=3."
             )
         if offload.ratio not in (None, 1) and self.stage != 3:
             raise ValueError(
                 f"offload.ratio={offload.ratio!r} with stage={self.stage}: use stage=3, or leave it unset."
-            )
-        if self.shard_size is not None:
-            raise ValueError(
-                f"shard_size={self.shard_size!r} with engine='deepspeed': it shards over all ranks; use engine='fsdp2',"
-                " leave it unset, or set deepspeed.hpz_partition_size, which gathers inside a host in the backward."
             )
         if self.compile.target != "none" and self.stage == 3:
             raise ValueError(
@@ -490,19 +428,6 @@ class ZeroConfig:
                 "activation_checkpointing='selective' with engine='deepspeed' at stage 3, which must recompute all of a"
                 " unit to know when to gather: use 'full', stage 1 or 2, or engine='fsdp2'."
             )
-        if self.transport != "auto":
-            raise ValueError(
-                f"transport={self.transport!r} with engine='deepspeed': DeepSpeed has its own; leave it unset, or"
-                " use engine='fsdp2'."
-            )
-        if self.reduce_dtype is not None:
-            raise ValueError(
-                f"reduce_dtype={self.reduce_dtype!r} with engine='deepspeed': use deepspeed.communication_dtype."
-            )
-        if self.comm_buffers != "torch":
-            raise ValueError(
-                f"comm_buffers={self.comm_buffers!r} with engine='deepspeed': leave it unset, or use engine='fsdp2'."
-            )
         for f in fields(self):
             given, by_unit = getattr(self, f.name), {self.activation_checkpointing.target, self.compile.target}
             if f.name in ("units", "min_unit_numel") and given != f.default and by_unit == {"none"}:
@@ -510,12 +435,6 @@ class ZeroConfig:
                     f"{f.name}={given!r} with engine='deepspeed': DeepSpeed gathers each module separately, and uses"
                     " units only to recompute or compile; set activation_checkpointing='full' or compile='units', leave"
                     " it unset, or use engine='fsdp2'."
-                )
-        for name in _given(self.deepspeed):
-            if self.stage not in _ONLY_AT.get(name, STAGES):
-                raise ValueError(
-                    f"deepspeed.{name}={getattr(self.deepspeed, name)!r} with stage={self.stage}: it is for"
-                    f" stage={' and '.join(map(str, _ONLY_AT[name]))}; leave it unset."
                 )
 
     @classmethod
@@ -559,7 +478,6 @@ class PlanConfig:
 
 _LEAST = {
     **dict.fromkeys(("min_unit_numel", "hook_budget_bytes", "headroom"), 0),
-    **dict.fromkeys(("prefetch_numel", "persistence_numel", "max_live_numel", "max_reuse_distance_numel"), 0),
     "shard_size": 2,
 }
 """Setting -> its smallest value, where that is not 1 for a whole number and above 0 for any other number."""
@@ -654,15 +572,7 @@ def _by_target(cls: type[_Targeted], name: str, value: Any) -> _Targeted:
     )
 
 
-def _as_deepspeed(value: Any) -> DeepSpeedConfig:
-    if isinstance(value, DeepSpeedConfig):
-        return value
-    if isinstance(value, Mapping):
-        return _section(DeepSpeedConfig, "deepspeed", value)
-    raise ValueError(f"deepspeed={value!r}: use a DeepSpeedConfig or a mapping of its fields.")
-
-
-def _section(config: type[_Section], where: str, values: Mapping[str, Any]) -> _Section:
+def _section(config: type[_Targeted], where: str, values: Mapping[str, Any]) -> _Targeted:
     _known_only(config, values, f"{where}.")
     return config(**values)
 
@@ -672,21 +582,6 @@ def _known_only(config: type, values: Mapping[str, Any], where: str = "") -> Non
     for name, value in values.items():
         if name not in known:
             raise ValueError(f"{where}{name}={value!r} is not a setting of {config.__name__}.{closest(name, known)}")
-
-
-def _merged(offload: OffloadConfig, raw: RawConfig) -> OffloadConfig:
-    """Fills the unset fields of ``offload`` from the file."""
-    filed = raw.offload
-    filled: dict[str, Any] = {}
-    for name in ("target", "optimizer", "parameters") if filed is not None else ():
-        given, in_file = getattr(offload, name), getattr(filed, name)
-        if given is None:
-            filled[name] = in_file
-        elif in_file is not None and given != in_file:
-            raise ValueError(
-                f"offload.{name}={given!r}, but {raw.origin} has {in_file!r}: leave it unset or make them equal."
-            )
-    return replace(offload, **filled)
 
 
 def _file_or_mapping(value: Any) -> str | os.PathLike[str] | Mapping[str, Any]:
@@ -740,7 +635,5 @@ def _as_names(name: str, value: Any, of: str = "class names or name patterns") -
 
 def closest(word: str, known: Sequence[Any]) -> str:
     """The end of an error message: the known word that was probably meant, or all of them."""
-    from difflib import get_close_matches
-
     match = get_close_matches(str(word), [str(k) for k in known], n=1)
     return f" Did you mean {match[0]!r}?" if match else f" Known: {', '.join(map(str, known))}."

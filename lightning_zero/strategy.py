@@ -40,7 +40,6 @@ from lightning_zero.config import (
     CommBuffers,
     CompileConfig,
     CompileTarget,
-    DeepSpeedConfig,
     EngineName,
     OffloadConfig,
     OffloadTarget,
@@ -57,9 +56,7 @@ from lightning_zero.engines.after_run import (
     begin_reads,
     has_left_parameters,
     has_left_states,
-    leave,
     left_shards,
-    make_full,
     make_parameters_full,
     where_memory_allows,
 )
@@ -93,7 +90,6 @@ from lightning_zero.private.torch import TORCH, VERSION, convert
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_DEEPSPEED_DEFAULTS = DeepSpeedConfig()
 _NO_COMPILE = CompileConfig()
 _KEEP_ALL = ActivationCheckpointingConfig()
 
@@ -120,7 +116,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         engine: EngineName = "fsdp2",
         *,
         offload: OffloadTarget | OffloadConfig | None = None,
-        deepspeed: DeepSpeedConfig = _DEEPSPEED_DEFAULTS,
         deepspeed_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         units: Sequence[str] | None = None,
         min_unit_numel: int = 100_000,
@@ -245,10 +240,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         return backend
 
     # -- set-up and end ------------------------------------------------------------------------------------------
-
-    def connect(self, model: Any) -> None:
-        super().connect(model)
-        self._run.connect(model)
 
     def __getstate__(self) -> dict[str, Any]:
         """State for copies and pickles of a Trainer between runs.
@@ -423,14 +414,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._agreement = shared_agreement(self.config.timeout_seconds)
         set_run_agreement(self._agreement)
         self._saving.begin(self._agreement)
-        self._take_over()
-
-    def _take_over(self) -> None:
-        """Makes a module that stayed in the engine of an earlier run an ordinary one (collective)."""
         begin_reads(self.agreement)
-        if self.lightning_module is not None:  # else the environment is set up without a run
-            make_full(self.lightning_module)
-            self.engine = None
 
     def teardown(self) -> None:
         # Saving ends first: it waits for an asynchronous save, whose error must not be lost.
@@ -458,7 +442,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._run.end()
             raise
         module = self.lightning_module
-        if module is not None and self.engine is None:
+        if module is not None:
             sync = layer_sync(self)
             self.model = sync.revert(module) if sync else module
             if after is AfterRun.WHOLE:
@@ -496,11 +480,8 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def _end_engine(self, after: AfterRun) -> None:
         assert self.engine is not None
-        assert self.lightning_module is not None
+        self.engine.failed = self._failed
         self.engine.restore(after is AfterRun.WHOLE)
-        if after is AfterRun.SHARDED and self.engine.stays_after_run:
-            leave(self.lightning_module, self.engine)
-            return
         self.engine = None
         if hasattr(self.precision_plugin, "engine"):
             self.precision_plugin.engine = None
@@ -509,11 +490,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.engine is not None:
             self.engine.check_parameters()
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        self._run.check_batches(
-            self.lightning_module, trainer_facts(trainer), self.root_device, trainer.train_dataloader
-        )
-        self._saving.resume(trainer)
+        self._saving.resume(self.lightning_module.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0 and self.engine is not None:  # hooks at the epoch's start may have changed it

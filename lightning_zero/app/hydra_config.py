@@ -29,7 +29,6 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from lightning_zero.app.sweep import RunRecord
 from lightning_zero.auto import make_strategy as make_zero_strategy
 from lightning_zero.config import PlanConfig, ZeroConfig, closest
-from lightning_zero.engines.deepspeed.known_keys import check_keys
 from lightning_zero.launch.launcher import LaunchedDDP
 from lightning_zero.launch.slurm import SlurmJob, run_stamp
 from lightning_zero.private.lightning import start_method
@@ -183,12 +182,9 @@ def make_zero_config(settings: Mapping[str, Any] | DictConfig) -> ZeroConfig:
     values = to_plain(settings)
     values.pop("_target_", None)
     try:
-        config = ZeroConfig.from_kwargs(**values)
-        if config.raw is not None:
-            check_keys(config.raw)
+        return ZeroConfig.from_kwargs(**values)
     except ValueError as error:
         raise ConfigError(f"strategy: {error}") from error
-    return config
 
 
 def make_plan_config(cfg: DictConfig) -> PlanConfig:

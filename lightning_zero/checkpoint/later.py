@@ -17,20 +17,30 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_zero.comm.shards import gathered
 from lightning_zero.private.torch import DisableTorchFunctionSubclass, set_data
 
 _values: Any = WeakIdKeyDictionary()
 
 
-def leave(parameter: Tensor, value: Tensor) -> None:
+Value = Tensor | Callable[[], Tensor]
+"""A full tensor, a shard, or a function that gathers a full tensor (collective)."""
+
+
+def leave(parameter: Tensor, value: Value) -> None:
     """Stores ``value`` as the future value of ``parameter``, which has no memory and the same shape."""
     _values[parameter] = value
 
 
-def left(parameter: Tensor) -> Tensor | None:
+def left(parameter: Tensor) -> Value | None:
     """The value that :func:`leave` stored, or ``None``."""
-    found: Tensor | None = _values.get(parameter)
+    found: Value | None = _values.get(parameter)
     return found
+
+
+def full_value(value: Value) -> Tensor:
+    """The full tensor (collective, unless ``value`` is one)."""
+    return gathered(value) if isinstance(value, Tensor) else value()
 
 
 def has_no_memory(tensor: Tensor) -> bool:

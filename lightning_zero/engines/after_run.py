@@ -7,8 +7,8 @@ import copy
 from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from functools import cache
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -32,46 +32,6 @@ class AfterRun(Enum):
     """Every rank holds full parameters in host memory."""
     SHARDED = auto()
     """Every rank holds its shards; user code that touches a parameter gathers it."""
-
-
-class Sharded(Protocol):
-    """Can unshard its module: an engine that stays after its run, or the shards that ``configure_model`` has built."""
-
-    def restore(self, full: bool) -> None:
-        """See :meth:`~lightning_zero.engines.base.Engine.restore`."""
-
-
-class _Left:
-    """Attribute of a module that holds its :class:`Sharded` object. Shards reference their module, so a reference from
-    anywhere else would keep both alive forever. Copies and pickles of the module hold an empty one."""
-
-    def __init__(self, shards: Sharded | None = None) -> None:
-        self.shards = shards
-
-    def __reduce__(self) -> Any:
-        return _Left, ()
-
-
-_KEY = "_lightning_zero_left"
-_LEFT_SHARDED: WeakSet[nn.Module] = WeakSet()
-
-
-def leave(module: nn.Module, shards: Sharded) -> None:
-    """Records that ``module`` is sharded, for its next run."""
-    vars(module)[_KEY] = _Left(shards)
-    _LEFT_SHARDED.add(module)
-
-
-def make_full(module: nn.Module) -> None:
-    """Unshards all modules that :func:`leave` has recorded and that share layers with ``module`` (collective)."""
-    layers = set(module.modules())
-    for owner in list(_LEFT_SHARDED):
-        if layers.isdisjoint(owner.modules()):
-            continue
-        _LEFT_SHARDED.discard(owner)
-        left: _Left = vars(owner).pop(_KEY)
-        assert left.shards is not None
-        left.shards.restore(True)
 
 
 def where_memory_allows(module_bytes: int, num_processes: int, room_bytes: int) -> tuple[AfterRun, str]:
@@ -107,14 +67,15 @@ class LeftState(Tensor):
 
     @property
     def shard(self) -> Any:
-        """The shard; of a parameter perhaps the tensor that a checkpoint has put in its place."""
+        """The shard, or the function that gathers; of a parameter perhaps the tensor that a checkpoint has put in its
+        place."""
         return later.left(self)
 
     @staticmethod
-    def of(shard: DTensor) -> LeftState:
-        """Creates a tensor without memory, of the full shape of ``shard``."""
-        made: Any = _without_memory(shard)
-        later.leave(made, shard)
+    def of(value: later.Value, like: Tensor) -> LeftState:
+        """Creates a tensor without memory, with shape and dtype of ``like``."""
+        made: Any = _without_memory(like)
+        later.leave(made, value)
         made.__class__ = LeftState
         return made  # type: ignore[no-any-return]
 
@@ -138,8 +99,7 @@ class LeftState(Tensor):
         for agreement in list(_reads.values()):
             agreement.gather(None, "a read of a parameter or optimizer state that a run has left sharded")
         with torch.no_grad(), DisableTorchFunction():
-            value = gathered(self.shard) if isinstance(self.shard, DTensor) else self.shard
-            later.become(self, later.memory_for(self, "cpu").copy_(value))
+            later.become(self, later.memory_for(self, "cpu").copy_(later.full_value(self.shard)))
 
 
 class _LeftParameter(LeftState):
@@ -160,10 +120,11 @@ def _left(kind: Any) -> Any:
     return type(kind)(kind.__name__, (_LeftParameter, kind), names)
 
 
-def leave_parameter(p: nn.Parameter, shard: DTensor) -> None:
-    """Frees the memory of ``p``, which stays sharded until user code touches it or the next run shards it."""
-    set_data(p, _without_memory(shard))
-    later.leave(p, shard.detach())
+def leave_parameter(p: nn.Parameter, value: later.Value, like: Tensor) -> None:
+    """Frees the memory of ``p``, which stays sharded until user code touches it or the next run shards it. ``like`` has
+    the full shape."""
+    set_data(p, _without_memory(like))
+    later.leave(p, value)
     p.__class__ = _left(type(p))
 
 
@@ -179,8 +140,8 @@ def make_parameters_full(module: nn.Module) -> None:
             p.make_full()
 
 
-def _without_memory(shard: DTensor) -> Tensor:
-    made = torch.empty(shard.shape, dtype=shard.dtype, device="cpu")
+def _without_memory(like: Tensor) -> Tensor:
+    made = torch.empty(like.shape, dtype=like.dtype, device="cpu")
     made.untyped_storage().resize_(0)
     return made
 
@@ -214,7 +175,7 @@ def leave_states(optimizers: Iterable[Optimizer], full: bool, moves: bool = True
             if isinstance(value, DTensor):
                 is_all = full or (moves and value.device_mesh.size() == 1)
                 shard = as_shard(to_host(local(value)), value) if moves else value
-                entry[key] = to_host(gathered(value)) if is_all else LeftState.of(shard)
+                entry[key] = to_host(gathered(value)) if is_all else LeftState.of(shard, shard)
 
 
 def has_left_states(optimizer: Optimizer) -> bool:
@@ -223,9 +184,19 @@ def has_left_states(optimizer: Optimizer) -> bool:
 
 
 def left_shards(state: Any) -> Any:
-    """Returns ``state``, an ``optimizer.state_dict()``, with each :class:`LeftState` replaced by its shard."""
+    """Returns ``state``, a state dict, with each :class:`LeftState` replaced by its shard. Those that have a function
+    instead become full (collective)."""
+
+    def one(path: Any, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, LeftState):
+            return tensor
+        if isinstance(tensor.shard, Tensor):
+            return tensor.shard
+        tensor.make_full()
+        return tensor
+
     with DisableTorchFunction():
-        return map_tensors(lambda path, t: t.shard if isinstance(t, LeftState) else t, state)
+        return map_tensors(one, state)
 
 
 def _entries(optimizers: Iterable[Optimizer]) -> Iterator[dict[str, Any]]:

@@ -131,8 +131,8 @@ class Engine(ABC):
     total_bytes: int
     """Bytes of the module's full parameters. Set by :meth:`shard`."""
 
-    stays_after_run = False
-    """Whether a module that stays sharded still needs this engine, until the engine's second :meth:`restore`."""
+    failed = False
+    """Whether the run has raised an error: other ranks may be gone, so :meth:`restore` must not communicate."""
 
     peer_memory: PeerMemory | None = None
     """Connections between all ranks, for an engine that has its own between processes on CPUs."""
@@ -168,7 +168,7 @@ class Engine(ABC):
 
     def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:  # noqa: B027
         """Takes the optimizers of a fit (none in other loops). ``trainer`` holds the Trainer's settings for precision,
-        accumulation and clipping, under the names of ``deepspeed_config.RunFacts``."""
+        accumulation and clipping, under the names of ``RunFacts`` in ``engines/deepspeed/ds_config``."""
 
     def reside(self, store: Store, is_between: Callable[[], bool], memories: Memories) -> None:
         """Gathers the parameters of ``store`` when user code touches them, from now until :meth:`end_residency`."""
@@ -416,6 +416,5 @@ class Engine(ABC):
 
     @abstractmethod
     def restore(self, full: bool) -> None:
-        """Ends the run. With ``full`` parameters become full (collective). Otherwise they stay sharded, without
-        collectives: after an error other ranks may be gone. Optimizer states are left as
-        :func:`~lightning_zero.engines.after_run.leave_states` does."""
+        """Ends the run. With ``full`` parameters become full (collective); otherwise they stay sharded. Optimizers are
+        left as by :func:`~lightning_zero.engines.after_run.leave_states`."""

@@ -34,7 +34,6 @@ from torch.distributed.tensor import DTensor
 from lightning_zero.checkpoint import later
 from lightning_zero.checkpoint.store import together
 from lightning_zero.comm.agree import Agreement, run_agreement
-from lightning_zero.comm.shards import gathered
 from lightning_zero.private import transformers
 from lightning_zero.private.torch import INITIALIZERS, module_tables
 
@@ -104,9 +103,8 @@ class Materializer:
             reads = not dist.is_initialized() or dist.get_rank() == 0  # other ranks receive rank 0's values
             for tensor in tensors:
                 if (value := later.left(tensor)) is not None:
-                    value = gathered(value) if isinstance(value, DTensor) else value
-                    memory = later.memory_for(tensor, self._home)
-                    later.become(tensor, memory.copy_(value) if reads else memory)
+                    full, memory = later.full_value(value), later.memory_for(tensor, self._home)
+                    later.become(tensor, memory.copy_(full) if reads else memory)
         self._blank += [self._materialized[id(t)] for t in tensors if id(t) in self._materialized and _is_blank(t)]
 
     def finish(self) -> None:

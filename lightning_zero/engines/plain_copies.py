@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_zero.private.torch import own_parameters
-
 _COPIED = "__reduce_ex__"
 """Method name that :mod:`copy` and :mod:`pickle` both look up on the object."""
 
@@ -49,8 +47,6 @@ def _reduced(module: nn.Module, ours: Mapping[str, set[int]], is_own: Callable[[
     made, arguments, *rest = reduced
     if rest and isinstance(rest[0], dict):
         state = {key: value for key, value in rest[0].items() if key != _COPIED and not is_own(key)}
-        if "_parameters" in state:  # an engine may have replaced this dict
-            state["_parameters"] = dict(dict.items(own_parameters(module)))
         for name, ids in ours.items():
             if name in state:
                 state[name] = type(state[name])((key, hook) for key, hook in state[name].items() if key not in ids)

@@ -814,7 +814,9 @@ class Resharded(Tensor):
             if isinstance(value, Resharded):
                 with DisableTorchFunctionSubclass():
                     if value.residency is None:
-                        raise RuntimeError("this gradient's run has ended: read it during the run, or keep a clone.")
+                        raise RuntimeError(
+                            "the run of this gradient or state has ended: read it during the run, or keep a clone."
+                        )
                     return value.residency.call(func, args, kwargs or {})
         with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

@@ -36,9 +36,6 @@ class EngineRun(ABC):
     def load(self) -> None:  # noqa: B027
         """Imports what :meth:`make_engine` needs, before ranks are forked."""
 
-    def connect(self, module: Any) -> None:  # noqa: B027
-        """Called before Lightning looks for the module's hooks."""
-
     def loads_on_host(self, device: torch.device) -> bool:
         """Whether ``configure_model`` builds the module in host memory, from which the engine takes it unit by unit."""
         return False
@@ -72,11 +69,6 @@ class EngineRun(ABC):
 
     def check_optimizers(self, optimizers: Collection[Optimizer]) -> None:  # noqa: B027
         """Raises ``ValueError`` for optimizers that contradict the settings."""
-
-    def check_batches(  # noqa: B027
-        self, module: Any, trainer_facts: Mapping[str, Any], device: torch.device, loaders: Any
-    ) -> None:
-        """Raises ``ValueError`` for batches that contradict the settings."""
 
     def end(self) -> None:  # noqa: B027
         """Removes everything that was added to the module for the run."""

@@ -194,11 +194,6 @@ def set_local_tensor(sharded: Any, part: Tensor) -> None:
     sharded._local_tensor = part
 
 
-def set_own_parameters(module: nn.Module, table: dict[str, nn.Parameter | None]) -> None:
-    """Replaces the table :data:`own_parameters`, for example by the one that a library has replaced."""
-    module._parameters = table
-
-
 def set_data(p: Tensor, value: Tensor) -> None:
     """Sets ``p.data = value`` for a parameter of any class, even if its ``__torch_function__`` does not support it."""
     with torch._C.DisableTorchFunctionSubclass():

@@ -9,21 +9,21 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_avg_fn
 
-from lightning_zero import DeepSpeedConfig, OffloadConfig
+from lightning_zero import OffloadConfig
 from tests.distributed import test_loops as loops
 from tests.helpers import zoo
 
 pytest.importorskip("deepspeed")
 FEATURES: list[tuple[int, dict[str, Any]]] = [
     (2, {"round_robin_gradients": True}),
-    (3, {"hpz_partition_size": 2, "overlap_comm": True, "sub_group_numel": 100}),
+    (3, {"zero_hpz_partition_size": 2, "overlap_comm": True, "sub_group_size": 100}),
 ]
 
 
 def test_features_change_nothing(ranks2: Any) -> None:
     reference = ranks2(zoo.train, "parameter_groups", zoo.KINDS["parameter_groups"].reference)
     for stage, settings in FEATURES:
-        strategy = {"engine": "deepspeed", "stage": stage, "deepspeed": DeepSpeedConfig(**settings)}
+        strategy = {"engine": "deepspeed", "stage": stage, "deepspeed_config": {"zero_optimization": settings}}
         results = ranks2(zoo.train, "parameter_groups", strategy)
         assert zoo.difference(results, reference).largest < 1e-5, settings
 

@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_zero.config import DeepSpeedConfig
 from lightning_zero.engines.deepspeed.order import Order
 from tests.distributed import test_loops as loops
 from tests.helpers import zoo
@@ -94,7 +93,7 @@ def _train(strategies: list[Any]) -> dict[str, list[dict[str, Tensor]]]:
 
 
 def test_what_a_backward_does_not_use_keeps_its_gradient(ranks2) -> None:
-    offload = {"offload": "cpu", "deepspeed": DeepSpeedConfig(overlap_comm=True)}
+    offload = {"offload": "cpu", "deepspeed_config": {"zero_optimization": {"overlap_comm": True}}}
     strategies = [{"engine": "deepspeed", "stage": 1}, {"engine": "deepspeed", "stage": 2, **offload}]
     for learned in ranks2(_train, [zoo.UNUSED, *strategies]):
         for kind, (expected, *results) in learned.items():
@@ -210,21 +209,25 @@ def _shift(settings: Any) -> dict[str, Tensor]:
     return loops._weights(module)
 
 
+def _buckets(numel: int | None) -> dict[str, Any]:
+    return {"zero_optimization": {"reduce_bucket_size": "auto" if numel is None else numel}}
+
+
 @pytest.mark.parametrize(("stage", "numel"), [(2, 20), (3, None)], ids=["many_buckets", "one_bucket"])
 def test_ranks_that_use_different_parameters_fill_the_same_buckets(stage: int, numel: int | None, ranks2) -> None:
     """Reduced as they come they would give other numbers, without a word, or wait for ever."""
     expected = ranks2(_shift, zoo.UNUSED)
-    settings = {"engine": "deepspeed", "stage": stage, "deepspeed": DeepSpeedConfig(reduce_bucket_numel=numel)}
+    settings = {"engine": "deepspeed", "stage": stage, "deepspeed_config": _buckets(numel)}
     for result, reference in zip(ranks2(_shift, settings), expected, strict=True):
         assert zoo.largest_difference(result, reference)[0] < 1e-5
 
 
 def test_stage_3_refuses_buckets_that_differ(ranks2) -> None:
-    settings = {"engine": "deepspeed", "stage": 3, "deepspeed": DeepSpeedConfig(reduce_bucket_numel=20)}
+    settings = {"engine": "deepspeed", "stage": 3, "deepspeed_config": _buckets(20)}
     numel = sum(p.numel() for p in ShiftsOnOddRanks().parameters())
     for name, text in ranks2(outcome, _shift, settings):
         assert name == "ValueError"
-        assert f"deepspeed.reduce_bucket_numel={numel}" in text
+        assert f"reduce_bucket_size={numel}" in text
 
 
 class RunsInAnotherOrder(Zoo):

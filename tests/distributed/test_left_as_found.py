@@ -177,21 +177,22 @@ def test_parameters_keep_the_attributes_that_user_code_set_in_the_run(
     assert ranks1(_attributes_afterwards, {"engine": engine, "stage": stage}, fails_at) == [{"changed": 2, "late": 3}]
 
 
-def _trained_by_another(settings: Any) -> tuple[list[float], list[float]]:
+def _trained_by_another(settings: Any) -> tuple[list[float], ...]:
     def fit(module: Module) -> None:
         _trainer(settings).fit(module, _data())
 
     first = Module(fails_at=3)
     assert outcome(fit, first)[0] == "LookupError"
+    momentum = first.made.state[first.net.weight]["exp_avg"].flatten().tolist()
     second = Module()
     second.net = first.net  # sharded: the run that had it ended early
     del first
     gc.collect()
     fit(second)
-    return second.net.weight.flatten().tolist(), second.net.bias.tolist()
+    return second.net.weight.flatten().tolist(), second.net.bias.tolist(), momentum
 
 
-@pytest.mark.parametrize(("engine", "stage"), [("fsdp2", 1), ("deepspeed", 3)])
+@pytest.mark.parametrize(("engine", "stage"), [("fsdp2", 1), ("deepspeed", 2), ("deepspeed", 3)])
 def test_layers_of_a_failed_run_go_on_in_another_module(ranks2: Any, engine: str, stage: int) -> None:
     wanted = ranks2(_trained_by_another, "ddp")
     found = ranks2(_trained_by_another, {"stage": stage, "engine": engine})
@@ -220,12 +221,15 @@ def _kept(settings: dict[str, Any], fails_at: int) -> tuple[list[str], int, int]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-@pytest.mark.parametrize(("engine", "stage", "fails_at"), [("fsdp2", 3, 3), ("deepspeed", 3, 99)])
-def test_a_run_that_nobody_holds_is_gone(ranks2: Any, engine: str, stage: int, fails_at: int) -> None:
-    """By itself DeepSpeed's stage 3 keeps the module, and with it the Trainer, for as long as the process lives. Of a
-    failed run all of DeepSpeed does, through hooks on nodes of autograd: it has to make the module whole yet."""
-    runs = [ranks2(_kept, {"stage": stage, "engine": engine}, fails_at) for _ in range(3)]
-    assert [alive for ranks in runs for alive, _, _ in ranks] == [[]] * 6
+@pytest.mark.parametrize(
+    ("engine", "stage", "fails_at", "num_ranks"),
+    [("fsdp2", 3, 3, 2), ("deepspeed", 3, 3, 1), ("deepspeed", 3, 99, 2), ("deepspeed", 2, 99, 2)],
+)
+def test_a_run_that_nobody_holds_is_gone(ranks: Any, engine: str, stage: int, fails_at: int, num_ranks: int) -> None:
+    """By itself DeepSpeed's stage 3 keeps the module, and with it the Trainer, for as long as the process lives."""
+    settings = {"stage": stage, "engine": engine}
+    runs = [ranks(_kept, settings, fails_at, world_size=num_ranks) for _ in range(3)]
+    assert [alive for run in runs for alive, _, _ in run] == [[]] * 3 * num_ranks
     for (_, before, first), (_, _, second), (_, _, third) in zip(*runs, strict=True):
         if engine == "fsdp2":
             assert first <= before

@@ -196,9 +196,7 @@ KINDS.update(
             )
             for name in ("full", "selective")
         },
-        "features_of_hooks": Kind(
-            module=_of(Features), reference=UNUSED, deepspeed_refuses={3: r"size of tensor a \(0\)"}
-        ),
+        "features_of_hooks": Kind(module=_of(Features), reference=UNUSED),
         "outputs_in_objects": Kind(module=_of(WrappedOutputs), validates=True),
         "local_losses": Kind(module=_of(LocalLosses), reference=UNUSED),
         "inputs_changed_in_place": Kind(module=_of(ChangesItsInput), validates=True),

@@ -232,9 +232,7 @@ KINDS.update(
         "fast_weights_of_some": Kind(module=_of(FastWeights), trainer={"accumulate_grad_batches": 2}, dataset=longer),
         "modulated_by_weights": Kind(module=_of(Modulated)),
         "cached_parametrizations": Kind(module=_of(Cached)),
-        "shallow_copy_of_a_block": Kind(
-            module=_of(ShallowCopy), deepspeed_refuses={3: "a Block ran that has hooks of DeepSpeed's stage 3"}
-        ),
+        "shallow_copy_of_a_block": Kind(module=_of(ShallowCopy)),
         "features_of_a_batch_hook": Kind(module=_of(FeaturesOfHook)),
     }
 )

@@ -1169,8 +1169,6 @@ class Kind:
 
 SAME_UNITS = r"units .*net\.blocks\.\d.* ran on some ranks only.*(units=|stage=2)"
 SAME_MODULES = r"units .* ran on some ranks only.*stage=2"
-NO_GRADIENT_YET = "NoneType"
-"""User code looks at a gradient that DeepSpeed keeps for itself between micro-batches."""
 UNUSED = "ddp_find_unused_parameters_true"
 ADAM = f"{SUM_ORDER}; Adam divides by the root of squared gradients, which magnifies it"
 

@@ -17,6 +17,7 @@ from lightning_zero.config import (
 )
 
 FILE = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+ONLY_PARAMETERS = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
 FILES = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/fast"}}}
 INSTEAD = ["use engine='fsdp2'", "strategy='zero3_nvme'", "offload='cpu'"]
 """Of files on DeepSpeed."""
@@ -39,7 +40,6 @@ INSTEAD = ["use engine='fsdp2'", "strategy='zero3_nvme'", "offload='cpu'"]
             {"offload": {"target": "nvme", "pin_memory": True}},
             ["offload.pin_memory=True", "'nvme'", "engine='fsdp2'", "offload.target='cpu'"],
         ),
-        ({"offload": OffloadConfig(target="cpu", optimizer=False)}, ["offload.optimizer=False", "deepspeed"]),
         ({"offload": OffloadConfig(target="cpu", ratio=0.5)}, ["offload.ratio=0.5", "engine='deepspeed'"]),
         ({"deepspeed_config": {}}, ["deepspeed_config", "engine='fsdp2'", "engine='deepspeed'"]),
         ({"engine": "deepspeed", "deepspeed_config": "/nowhere.json"}, ["'/nowhere.json'", "No such file"]),
@@ -52,13 +52,13 @@ INSTEAD = ["use engine='fsdp2'", "strategy='zero3_nvme'", "offload='cpu'"]
         ({"engine": "deepspeed", "offload": "nvme"}, ["offload='nvme'", "engine='deepspeed'", *INSTEAD]),
         ({"engine": "deepspeed", "deepspeed_config": FILES}, ["offload='nvme' of deepspeed_config", *INSTEAD]),
         ({"engine": "deepspeed", "transport": "torch"}, ["transport='torch'", "engine='deepspeed'"]),
-        ({"engine": "deepspeed", "reduce_dtype": "bf16"}, ["reduce_dtype='bf16'", "deepspeed.communication_dtype"]),
+        ({"engine": "deepspeed", "reduce_dtype": "bf16"}, ["reduce_dtype='bf16'", "communication_data_type"]),
         ({"engine": "deepspeed", "comm_buffers": "symmetric"}, ["comm_buffers='symmetric'", "engine='fsdp2'"]),
         ({"engine": "deepspeed", "shard_size": 2}, ["shard_size=2", "engine='deepspeed'", "engine='fsdp2'"]),
         ({"engine": "deepspeed", "auto": True}, ["auto=True", "engine='deepspeed'"]),
         (
-            {"engine": "deepspeed", "stage": 1, "offload": OffloadConfig(target="cpu", parameters=True)},
-            ["offload.parameters=True", "stage=1", "stage=3"],
+            {"engine": "deepspeed", "stage": 1, "deepspeed_config": ONLY_PARAMETERS},
+            ["offload_param.device='cpu'", "stage=1", "stage=3"],
         ),
         (
             {"engine": "deepspeed", "stage": 2, "offload": OffloadConfig(target="cpu", ratio=0.5)},
@@ -73,6 +73,10 @@ INSTEAD = ["use engine='fsdp2'", "strategy='zero3_nvme'", "offload='cpu'"]
         (
             {"compile": {"target": "units", "mode": "default", "backend": "eager"}},
             ["compile.mode='default'", "backend='eager'"],
+        ),
+        (
+            {"engine": "deepspeed", "deepspeed_config": {"zero_optimizaton": {"stage": 2}}},
+            ["zero_optimizaton in deepspeed_config", "did you mean zero_optimization?"],
         ),
         ({"activation_checkpointing": {"target": "full", "units": []}}, ["units=[]", "name modules"]),
         ({"units": "Block"}, ["units='Block'", "list"]),
@@ -97,8 +101,9 @@ def test_what_moves() -> None:
     for stage in STAGES:
         assert moves(stage=stage, offload="cpu") == (True, True)
         assert moves(stage=stage, offload="cpu", engine="deepspeed") == (True, stage == 3)
-    assert moves(offload=OffloadConfig(target="cpu", optimizer=False), engine="deepspeed") == (False, True)
-    assert moves(offload=OffloadConfig(target="cpu", parameters=False), engine="deepspeed") == (True, False)
+    assert moves(deepspeed_config={}, offload="cpu", engine="deepspeed") == (True, True)
+    assert moves(deepspeed_config=ONLY_PARAMETERS, engine="deepspeed") == (False, True)
+    assert moves(deepspeed_config=FILE, offload="cpu", engine="deepspeed") == (True, False)
 
 
 def test_a_file_fills_what_is_unset(tmp_path: Any) -> None:

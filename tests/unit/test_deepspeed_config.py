@@ -8,16 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from lightning_zero.config import DeepSpeedConfig, OffloadConfig, ZeroConfig
+from lightning_zero.config import OffloadConfig, ZeroConfig
 from lightning_zero.engines.deepspeed.ds_config import (
     MAX_BUCKET_NUMEL,
     RunFacts,
-    batches,
     bucket_numel,
     ds_config,
-    inert_settings,
 )
+from lightning_zero.engines.deepspeed.run import DeepSpeedRun
 
 WELL_KNOWN = {
     "train_batch_size": 16,
@@ -55,11 +55,9 @@ def test_the_well_known_file() -> None:
     config = ZeroConfig(engine="deepspeed", deepspeed_config=given)
     assert (config.stage, config.offload) == (2, OffloadConfig())
     first = ds_config(config, GPU)
-    assert first["train_batch_size"] == 16
-    assert first["train_micro_batch_size_per_gpu"] == 2
     assert first["gradient_accumulation_steps"] == 4
     assert first["fp16"] == {"enabled": True}
-    assert "optimizer" not in first  # a torch optimizer is made of it
+    assert "optimizer" not in first
     zero = first["zero_optimization"]
     assert zero.items() >= WELL_KNOWN["zero_optimization"].items()  # nothing of it is lost
     first["zero_optimization"]["stage"] = 9
@@ -88,11 +86,6 @@ def test_clipping_is_always_written() -> None:
     ("file", "facts", "parts"),
     [
         ({"gradient_accumulation_steps": 4}, {}, ["gradient_accumulation_steps=4", "accumulate_grad_batches=1"]),
-        (
-            {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2},
-            {},
-            ["train_batch_size=16", "has 4", "2 ranks"],
-        ),
         ({"gradient_clipping": 1.0}, {}, ["gradient_clipping=1.0", "gradient_clip_val=None"]),
         ({"gradient_clipping": 1.0}, {"clip_value": 0.5}, ["gradient_clipping=1.0", "gradient_clip_val=0.5"]),
         (
@@ -103,9 +96,7 @@ def test_clipping_is_always_written() -> None:
         ({"bf16": {"enabled": True}}, {}, ["bf16.enabled=True", "precision='32-true'", "bf16-mixed"]),
         ({"bf16": {"enabled": False}}, {"precision": "bf16-mixed"}, ["bf16.enabled=False", "precision='bf16-mixed'"]),
         ({"fp16": {"enabled": True}}, {"device_type": "cuda"}, ["fp16.enabled=True", "16-mixed"]),
-        ({"train_batch_size": 3}, {}, ["train_batch_size=3", "2 ranks"]),
-        ({"train_batch_size": 0}, {}, ["train_batch_size=0", "1 or more"]),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, {}, ["quantized_weights=True", "CUDA", "bf16"]),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, {}, ["zero_quantized_weights=True", "CUDA", "bf16"]),
     ],
 )
 def test_a_file_that_contradicts_the_trainer_is_refused(file: Any, facts: Any, parts: list[str]) -> None:
@@ -133,23 +124,13 @@ def test_auto_takes_lightnings_and_ours() -> None:
     assert "auto" not in json.dumps(config)
 
 
-def test_the_dataloader_is_checked_too() -> None:
-    raw = ZeroConfig(engine="deepspeed", deepspeed_config=WELL_KNOWN).raw
-    facts = replace(CPU, accumulation=4)
-    assert raw is not None
-    assert batches(raw, facts, 2) == batches(raw, facts)
-    with pytest.raises(ValueError, match=r"train_batch_size=16 .*this run has 64 \(batch_size=8"):
-        batches(raw, facts, 8)
-
-
-def test_settings_and_file_together() -> None:
-    file = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000}}
-    merged = made(deepspeed_config=file, deepspeed=DeepSpeedConfig(sub_group_numel=5))["zero_optimization"]
-    assert (merged["reduce_bucket_size"], merged["sub_group_size"]) == (1000, 5)
-    with pytest.raises(ValueError, match=r"reduce_bucket_size=1000 .*2000"):
-        made(deepspeed_config=file, deepspeed=DeepSpeedConfig(reduce_bucket_numel=2000))
-    with pytest.raises(ValueError, match=r"hpz_partition_size=3 with 2 ranks"):
-        made(deepspeed=DeepSpeedConfig(hpz_partition_size=3))
+def test_a_config_replaces_our_defaults() -> None:
+    config = {"zero_optimization": {"reduce_bucket_size": 1000, "sub_group_size": 5, "ignore_unused_parameters": False}}
+    merged = made(deepspeed_config=config)["zero_optimization"]
+    assert merged.items() >= config["zero_optimization"].items()
+    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}}
+    with pytest.raises(ValueError, match=r"ratio=0.3 .*0.5"):
+        made(deepspeed_config=offload, offload=OffloadConfig(target="cpu", ratio=0.5))
 
 
 def test_buckets_scale_with_the_module() -> None:
@@ -165,12 +146,17 @@ def test_buckets_scale_with_the_module() -> None:
 
 def test_offload_sections() -> None:
     cpu = made(offload="cpu")["zero_optimization"]
-    assert cpu["offload_optimizer"] == cpu["offload_param"] == {"device": "cpu", "pin_memory": False}
+    assert cpu["offload_param"] == {"device": "cpu", "pin_memory": False}
+    assert cpu["offload_optimizer"] == {"device": "cpu", "pin_memory": False, "ratio": 1.0}
     assert made(replace(CPU, device_type="cuda"), offload="cpu")["zero_optimization"]["offload_param"]["pin_memory"]
     assert "offload_param" not in made(offload="cpu", stage=2)["zero_optimization"]
-    split = made(offload=OffloadConfig(target="cpu", parameters=False, ratio=0.5))["zero_optimization"]
-    assert split["offload_optimizer"]["ratio"] == 0.5
-    assert split["sub_group_size"] == CPU.numel // (CPU.world_size * 32)  # one group could not be split
+    part = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
+    for split in (
+        made(offload=OffloadConfig(target="cpu", ratio=0.5))["zero_optimization"],
+        made(deepspeed_config=part)["zero_optimization"],
+    ):
+        assert split["offload_optimizer"]["ratio"] == 0.5
+        assert split["sub_group_size"] == CPU.numel // (CPU.world_size * 32)  # one group could not be split
     assert "offload_param" not in split
 
 
@@ -179,32 +165,26 @@ def test_offload_of_a_file() -> None:
     config = ZeroConfig(engine="deepspeed", deepspeed_config=file)
     assert (config.offloads_optimizer, config.offloads_parameters) == (True, False)
     zero = ds_config(config, CPU)["zero_optimization"]
-    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True, "ratio": 1.0}
     assert "offload_param" not in zero
 
 
-def test_what_we_do_not_know_goes_on() -> None:
-    file = {"wall_clock_breakdown": True, "zero_optimization": {"ignore_unused_parameters": False}}
-    config = made(deepspeed_config=file)
-    assert config["wall_clock_breakdown"] is True
-    assert config["zero_optimization"]["ignore_unused_parameters"] is False
-
-
-def test_what_has_no_effect_is_found() -> None:
-    file = {
+def test_sections_without_effect_are_found_and_not_passed_on() -> None:
+    config = {
+        "_comment": "ours",
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": "auto",
         "flops_profiler": {"enabled": True, "profile_step": 1},
         "tensorboard": {"enabled": False},
-        "wall_clock_breakdown": True,
+        "wall_clock_breakdown": False,
         "steps_per_print": 10,
-        "aio": {"block_size": 1},
-        "fp16": {"enabled": True, "loss_scale": 128, "hysteresis": "auto"},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_allow_untested_optimizer": False,
     }
-    raw = ZeroConfig(engine="deepspeed", deepspeed_config=file).raw
+    raw = ZeroConfig(engine="deepspeed", deepspeed_config=config).raw
     assert raw is not None
-    sections = ["flops_profiler", "wall_clock_breakdown"]
-    assert inert_settings(raw, own_optimizer=False) == [*sections, "fp16.loss_scale"]
-    assert inert_settings(raw, own_optimizer=True) == [*sections, "optimizer", "fp16.loss_scale"]
+    assert raw.unused == ["train_batch_size", "flops_profiler", "steps_per_print", "optimizer"]
+    assert not set(raw.unused) & set(made(deepspeed_config=config))
 
 
 def test_precision() -> None:
@@ -217,3 +197,13 @@ def test_precision() -> None:
         made(replace(CPU, precision="64-true"))
     with pytest.raises(ValueError, match=r"precision='16-true'.*bf16-mixed"):
         made(replace(CPU, precision="16-true"))
+
+
+def test_compiled_optimizers_of_deepspeed_are_refused() -> None:
+    class DeepSpeedCPUAdam(torch.optim.AdamW):
+        pass
+
+    pytest.importorskip("deepspeed")
+    run = DeepSpeedRun(ZeroConfig(engine="deepspeed", offload="cpu"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"DeepSpeedCPUAdam from configure_optimizers.*return PyTorch's AdamW"):
+        run.check_optimizers([DeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(1))])])

@@ -21,7 +21,7 @@ from lightning_zero.app.hydra_config import (
     trainer_schema,
 )
 from lightning_zero.app.plan_command import run_plan
-from lightning_zero.config import DeepSpeedConfig, OffloadConfig, ZeroConfig
+from lightning_zero.config import OffloadConfig, ZeroConfig
 from lightning_zero.registry import NAMES
 from tests.helpers.ranks import ROOT
 
@@ -71,11 +71,9 @@ def test_groups_of_engine_and_offload():
     )
     assert _composed(
         *("strategy=zero3", "strategy/engine=deepspeed", "strategy/offload=cpu", "strategy.offload.ratio=0.5"),
-        "strategy.deepspeed.sub_group_numel=1000",
     ) == ZeroConfig(
         engine="deepspeed",
         offload=OffloadConfig(target="cpu", ratio=0.5),
-        deepspeed=DeepSpeedConfig(sub_group_numel=1000),
     )
     assert _composed("strategy=zero3_nvme") == _composed("strategy/offload=nvme") == ZeroConfig(offload="nvme")
 
@@ -110,8 +108,6 @@ def test_a_deepspeed_file_decides_what_was_not_chosen(tmp_path):
         ({"offload": {"target": "disk"}}, "offload.target='disk'"),
         ({"find_unused_parameters": "perhaps"}, "perhaps"),
         ({"offload": {"target": "nvme"}, "engine": "deepspeed"}, "zero3_nvme"),
-        ({"deepspeed": {"overlap_comm": "perhaps"}, "engine": "deepspeed"}, "perhaps"),
-        ({"deepspeed": {"overlap_com": True}, "engine": "deepspeed"}, "overlap_com"),
     ],
 )
 def test_wrong_settings_are_config_errors(settings, message):

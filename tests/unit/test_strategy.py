@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_zero import OffloadConfig, ZeroStrategy
+from lightning_zero import ZeroStrategy
 
 ENGINES = ("fsdp2", "deepspeed")
 
@@ -36,9 +36,9 @@ def test_offload_needs_a_backend_for_host_memory(engine: str) -> None:
         strategy = _on_cuda(engine=engine, offload="cpu", process_group_backend="nccl")
         with pytest.raises(ValueError, match=r"process_group_backend='nccl' with offload='cpu'.*cpu:gloo,cuda:nccl"):
             strategy._get_process_group_backend()
-    only_parameters = OffloadConfig(target="cpu", optimizer=False)
     if engine == "deepspeed":
-        strategy = _on_cuda(engine=engine, offload=only_parameters, process_group_backend="nccl")
+        only_parameters = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
+        strategy = _on_cuda(engine=engine, deepspeed_config=only_parameters, process_group_backend="nccl")
         assert strategy._get_process_group_backend() == "nccl"
 
 

@@ -19,7 +19,6 @@ from lightning_zero.config import (
     CheckpointingTarget,
     CompileConfig,
     CompileTarget,
-    DeepSpeedConfig,
     OffloadConfig,
     OffloadTarget,
     Stage,
@@ -82,11 +81,10 @@ def test_lightning_cli_from_a_file(tmp_path: Path) -> None:
         stage=2, offload="cpu"
     )
     text = f"{CLASS}      engine: deepspeed\n      offload:\n        target: cpu\n        ratio: 0.5\n"
-    text += "      deepspeed:\n        overlap_comm: true\n      units: null\n"
+    text += "      units: null\n"
     assert from_file(tmp_path, text).config == ZeroConfig(
         engine="deepspeed",
         offload=OffloadConfig(target="cpu", ratio=0.5),
-        deepspeed=DeepSpeedConfig(overlap_comm=True),
     )
     assert from_file(tmp_path, "trainer:\n  strategy: zero2_offload\n").config == ZeroConfig(stage=2, offload="cpu")
     text = f"{CLASS}      engine: deepspeed\n      deepspeed_config:\n        zero_optimization:\n          stage: 1\n"

@@ -39,7 +39,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreement, shared_agreement
 from lightning_zero.config import ZeroConfig
@@ -66,7 +65,7 @@ from lightning_zero.engines.refusals import (
     refuse_tracing,
     refuse_transforms,
 )
-from lightning_zero.engines.residency import Memories
+from lightning_zero.engines.residency import Guards, Memories
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     EnableTorchFunction,
@@ -76,18 +75,9 @@ from lightning_zero.private.torch import (
 )
 
 
-class _Root(Root):
-    """Returns a list, because DeepSpeed inspects results of other types."""
-
-    def forward(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return [super().forward(method, *args, **kwargs)]
-
-
 class DeepSpeedEngine(Engine):
     """Runs ZeRO on DeepSpeed: the plan is in this module's docstring, the contract in
     :class:`~lightning_zero.engines.base.Engine`."""
-
-    stays_after_run = True
 
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         super().__init__(config, device, dtypes)
@@ -104,7 +94,7 @@ class DeepSpeedEngine(Engine):
 
     def shard(self, module: nn.Module) -> None:
         self.module = module
-        self.root = _Root(module)
+        self.root = Root(module)
         refuse_late_hooks(dict(module.named_parameters()))
         refuse_held_views(module)
         if self._stage3:
@@ -120,6 +110,8 @@ class DeepSpeedEngine(Engine):
         self._reductions = Reductions(self._params, self.config, self._under_way, self._agreement)
         self._begin_residency()
         self._start_from_rank_0()
+        self.guards = Guards(self.residency, self._params.held)  # again: parameters of an earlier run had another class
+        self._store.watch = self.guards.watch_all
         self._full = FullState(self._params, self.mesh)
 
     def _start_from_rank_0(self) -> None:
@@ -138,7 +130,6 @@ class DeepSpeedEngine(Engine):
             groups[owner].append(p)
         with private.environment(self.device):
             private.prepare(self.device)
-            private.count_from_zero()
             shard = private.sharder(self.settings)
             for m, group in groups.items():
                 materializer.materialize(m, group)
@@ -189,8 +180,7 @@ class DeepSpeedEngine(Engine):
         self._engine = self._start(trainable, joined)
         if self._stage3:
             private.expect_in_flight(self.root, params.held)
-            private.let_inputs_change(self._engine, self.root)
-            private.hook_modules(self._engine, self._rests, self._before_module)
+            private.ModuleHooks(self._engine, self.root, self._rests, self._before_module)
             if joined is not None:
                 self._order.follow_buckets(self._engine)
             self._accumulators = [_full_accumulator(p, self._params.shapes[p]) for p in trainable]
@@ -209,12 +199,7 @@ class DeepSpeedEngine(Engine):
         params = self._params
         with private.environment(self.device), params.without_others(self.root):
             deepspeed = private.prepare(self.device)
-            with (
-                DisableTorchFunction(),
-                private.partial_offload(Joined),
-                private.without_broadcast(),
-                private.marking(params.held),
-            ):
+            with DisableTorchFunction(), private.starting(Joined), private.marking(params.held):
                 engine, *_ = deepspeed.initialize(
                     model=self.root,
                     optimizer=joined,
@@ -232,8 +217,7 @@ class DeepSpeedEngine(Engine):
         if Phase.FULL not in self._under_way:
             refuse_tracing()
             refuse_transforms("stage 3 of engine='deepspeed'", "stage=2, engine='fsdp2'")
-        if any(p is not None for p in own_parameters(module).values()):
-            self._order.gathers(module)
+        self._order.gathers(module)
 
     def _plain(self, p: Tensor) -> Tensor:
         """Returns a copy of the full values of ``p`` (collective at stage 3)."""
@@ -266,7 +250,7 @@ class DeepSpeedEngine(Engine):
         self.broadcast_buffers()
         with self._in(Phase.STEP):
             with torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
-                output = self.root(method, *args, **kwargs)[0]
+                output = self.root(method, *args, **kwargs)
                 self._order.gathers()
             if not wants_grad:
                 self._release_kept()
@@ -278,8 +262,6 @@ class DeepSpeedEngine(Engine):
             contexts.enter_context(self._under_way.during(phase))
             if self._stage3:
                 contexts.enter_context(private.linear_without_weights())
-                # When a checkpoint recomputes, DeepSpeed's hooks must run after modules as well as before them.
-                contexts.enter_context(set_checkpoint_early_stop(False))
             yield
 
     def reshard(self) -> None:
@@ -376,10 +358,6 @@ class DeepSpeedEngine(Engine):
         found = self._store.known_state(value)
         return None if found is None else found.piece
 
-    def _leave_states(self, full: bool) -> None:
-        self._full.states_as_rows(self._optimizers, self._store.known_state)
-        leave_states(self._optimizers, full)
-
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         shards = self._params.attached
         self.end_window(self.hooks.before_step)
@@ -420,33 +398,31 @@ class DeepSpeedEngine(Engine):
     def restore(self, full: bool) -> None:
         self.end_residency()
         self._store_parameters()  # before masters are read
-        _give_methods_back(self._optimizers)  # even if the module stays sharded
-        if not full:
-            return
         with torch.no_grad(), DisableTorchFunction():
-            values = self._full.values_afterwards()
-            self._leave_states(self.config.after_fit == "whole")
-            held = self.residency.held()
-            self._take_off(values)
-            self._store.end()
+            values = self._full.values_afterwards() if full else {}
+            self._full.leave_states(self._optimizers, self._store.known_state, self.failed)
+            leave_states(self._optimizers, full and self.config.after_fit == "whole")
+            held = self.residency.held() if full else []
+            if self._stage3 and not full:
+                self._full.leave_parameters(self.failed)
+            self._take_off()
+            for p in self._params.shapes:
+                p.grad = None
+            for p, value in values.items():
+                p.data = value
             for place, p in held:
                 place.copy_(p)
-            self._agreement = None
 
-    def _take_off(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Detaches DeepSpeed from the module and the optimizers; parameters hold ``values`` and no gradients.
-
-        ``values`` must be read before this call, which drops the layout of the pieces.
-        """
-        _give_methods_back(self._optimizers)
-        private.end(self._engine, self.root)
-        for p, value in values.items():
-            p.grad = None
-            p.data = value
+    def _take_off(self) -> None:
+        """Detaches DeepSpeed from the module and the optimizers, and drops its memory."""
+        for optimizer in self._optimizers:
+            optimizer.__dict__.pop("zero_grad", None)  # which attach() has set, so that the class's own is used again
+        private.end(self._engine, self.root, self.failed)
+        self._store.end()
         self._params.shards = None
         self._accumulators.clear()
         self._steps.clear()
-        self._engine = None
+        self._engine = self._agreement = None
 
 
 def _full_accumulator(p: Tensor, shape: torch.Size) -> Node:
@@ -460,12 +436,6 @@ def _full_accumulator(p: Tensor, shape: torch.Size) -> Node:
         return get_gradient_edge(p).node
     finally:
         p.data = cut
-
-
-def _give_methods_back(optimizers: Iterable[Optimizer]) -> None:
-    """Removes the ``zero_grad`` that :meth:`DeepSpeedEngine.attach` sets, so that the class's own is used again."""
-    for optimizer in optimizers:
-        optimizer.__dict__.pop("zero_grad", None)
 
 
 def _refuse_compiled(module: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from lightning_zero.checkpoint.later import Value
 from lightning_zero.checkpoint.layout import map_tensors
+from lightning_zero.comm.shards import as_shard, local
 from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.after_run import LeftState, leave_parameter
 from lightning_zero.engines.base import undetached_state_dict
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.parameters import Parameters
@@ -50,7 +53,7 @@ class FullState:
         def one(path: Any, tensor: Tensor) -> Tensor:
             if id(tensor) not in done:
                 held = tensor in self._params.held
-                done[id(tensor)] = self.rows(self.full(tensor)) if held else tensor.detach()
+                done[id(tensor)] = self.rows(private.gathered_copy(tensor)) if held else tensor.detach()
             return done[id(tensor)]
 
         return map_tensors(one, undetached_state_dict(self._params.module))
@@ -62,37 +65,44 @@ class FullState:
             found = known(tensor)
             if found is not None:
                 return self.rows(self._params.attached.assemble(found.parameter, found.piece))
-            return self.rows(self.full(tensor)) if tensor in self._params.held else tensor
+            return self.rows(private.gathered_copy(tensor)) if tensor in self._params.held else tensor
 
         return map_tensors(one, state)
 
-    def states_as_rows(self, optimizers: Iterable[Optimizer], known: Callable[[Any], State | None]) -> None:
-        """Replaces pieces in the states of ``optimizers`` by rows."""
+    def leave_states(self, optimizers: Iterable[Optimizer], known: Callable[[Any], State | None], failed: bool) -> None:
+        """Replaces pieces in the states of ``optimizers`` by rows (collective). After a run that ``failed`` other ranks
+        may be gone: then by states that assemble the pieces when user code touches them."""
         for p, entry in (each for o in optimizers for of_all in states(family(o)) for each in of_all.items()):
             for key, value in entry.items():
-                if (found := known(value)) is not None:
+                if (found := known(value)) is not None and failed:
+                    entry[key] = LeftState.of(self._params.attached.assembly(p, found.piece), value)
+                elif found is not None:
                     entry[key] = self.rows(self._params.attached.assemble(p, found.piece))
 
     # -- full parameters -----------------------------------------------------------------------------------------
 
-    def full(self, p: Tensor) -> Tensor:
-        """Returns the full values of ``p`` in the user's dtype: those of the master, if there is one."""
-        shards = self._params.shards
-        if shards is not None and p in shards:
-            return shards.assemble(p, shards.master(p)).to(self._params.dtypes[p])
-        return private.gathered_copy(p) if private.is_managed(p) else p.detach().clone()
-
     def parameters(self) -> dict[Tensor, nn.Parameter]:
         """Returns full copies of the held parameters."""
-        return {p: nn.Parameter(self.full(p).to(p.device, p.dtype), p.requires_grad) for p in self._params.held}
+        return {p: nn.Parameter(private.gathered_copy(p), p.requires_grad) for p in self._params.held}
 
     def values_afterwards(self) -> dict[Tensor, Tensor]:
-        """Returns full parameters on the CPU, in the user's dtype and strides."""
+        """Returns full parameters on the CPU, in the user's strides."""
         params = self._params
         return {
-            p: torch.empty_strided(shape, params.strides[p], dtype=params.dtypes[p]).copy_(self.full(p))
+            p: torch.empty_strided(shape, params.strides[p], dtype=p.dtype).copy_(private.gathered_copy(p))
             for p, shape in params.shapes.items()
         }
+
+    def leave_parameters(self, failed: bool) -> None:
+        """Leaves this rank's rows of stage-3 parameters, on the CPU (collective). After a run that ``failed`` other
+        ranks may be gone: then user code that touches a parameter assembles it from all ranks' shards."""
+        for p in cast("Iterable[nn.Parameter]", self._params.held):
+            like = torch.empty(self._params.shapes[p], dtype=p.dtype, device="meta")
+            left: Value = private.assembly(p)
+            if not failed:
+                rows = self.rows(private.gathered_copy(p))
+                left = as_shard(local(rows).cpu(), rows) if isinstance(rows, DTensor) else rows.cpu()
+            leave_parameter(p, left, like)
 
 
 def model_state(

@@ -6,11 +6,9 @@ into this rank's piece. No code may read a piece before the flush: the piece may
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,13 +20,9 @@ from lightning_zero.engines.deepspeed.reductions import Reductions
 from lightning_zero.engines.refusals import refuse_gradients_in_backward
 from lightning_zero.private.torch import DisableTorchFunction, in_backward
 
-_NONE = (
-    "p.grad is None between the micro-batches of an accumulation: DeepSpeed does not expose gradients until the last"
-    " one. Read them in on_before_optimizer_step, or use engine='fsdp2'."
-)
 _NOT_YET = (
-    "p.grad is assigned between the micro-batches of an accumulation, where DeepSpeed does not accept gradients:"
-    " assign it in on_before_optimizer_step, or use engine='fsdp2'."
+    "p.grad is read or assigned between the micro-batches of an accumulation, where DeepSpeed has only partial sums of"
+    " gradients at stages 2 and 3: do it in on_before_optimizer_step, or use stage=1 or engine='fsdp2'."
 )
 
 
@@ -42,7 +36,6 @@ class Gradients:
 
     def __init__(self, params: Parameters, under_way: UnderWay, reductions: Reductions) -> None:
         self._params, self._under_way, self._reductions = params, under_way, reductions
-        self._has_warned = False
         self._seen: dict[Tensor, tuple[Tensor, bool]] = {}  # the full gradient, and whether user code assigned it
 
     def _refuse_in_backward(self) -> None:
@@ -59,10 +52,8 @@ class Gradients:
         if own is not None or shards is None or Phase.BACKWARD in self._under_way:
             return own
         if p not in shards.with_grad:
-            if p in shards and self._reductions.window_open and not self._has_warned:
-                self._has_warned = True
-                if dist.get_rank() == 0:
-                    warnings.warn(_NONE, stacklevel=2)
+            if p in shards and self._reductions.window_open:
+                raise ValueError(_NOT_YET)
             return None
         if p not in self._seen:
             self._seen[p] = full(), False

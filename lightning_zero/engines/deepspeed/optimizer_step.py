@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.comm.shards import gathered
+from lightning_zero.checkpoint.later import full_value
 from lightning_zero.engines.after_run import LeftState
 from lightning_zero.engines.deepspeed.private import Shards, attributes
 from lightning_zero.private.torch import DisableTorchFunction
@@ -40,41 +41,32 @@ class Joined(Optimizer):
         raise AssertionError("users' own optimizers step")
 
 
+@dataclass(frozen=True)
 class Pieces:
-    """Implements :class:`~lightning_zero.engines.optimizer_step.Parts` on DeepSpeed's pieces.
+    """Implements :class:`~lightning_zero.engines.optimizer_step.Parts` on DeepSpeed's pieces."""
 
-    Args:
-        shards: The pieces.
-        of_state: Returns the piece behind a tensor that ``state`` made.
-        state: Makes the tensor that represents a piece of a state between steps.
-        settle, begin_full, full_step: Callbacks of the engine.
-    """
-
-    def __init__(
-        self,
-        shards: Shards,
-        of_state: Callable[[Any], Tensor | None],
-        state: Callable[[Tensor, Tensor], Tensor],
-        settle: Callable[[], None],
-        begin_full: Callable[[], None],
-        full_step: Callable[[bool], AbstractContextManager[None]],
-    ) -> None:
-        self._shards, self.of_state, self.state = shards, of_state, state
-        self.settle, self.begin_full, self.full_step = settle, begin_full, full_step
+    shards: Shards
+    of_state: Callable[[Any], Tensor | None]
+    """Returns the piece behind a tensor that ``state`` made."""
+    state: Callable[[Tensor, Tensor], Tensor]
+    """Makes the tensor that represents a piece of a state between steps."""
+    settle: Callable[[], None]
+    begin_full: Callable[[], None]
+    full_step: Callable[[bool], AbstractContextManager[None]]
 
     def of(self, p: Tensor) -> Tensor | None:
-        return self._shards.master(p) if p in self._shards else None
+        return self.shards.master(p) if p in self.shards else None
 
     def size(self, p: Tensor) -> torch.Size:
-        return self._shards.shapes[p]
+        return self.shards.shapes[p]
 
     def grad(self, p: Tensor, part: Tensor) -> Tensor | None:
-        if p not in self._shards.with_grad:
+        if p not in self.shards.with_grad:
             return None
-        return self._shards.grad(p).to(part)  # no copy, unless device or dtype differ from the master's
+        return self.shards.grad(p).to(part)  # no copy, unless device or dtype differ from the master's
 
     def store_grad(self, p: Tensor, grad: Tensor) -> None:
-        mine = self._shards.grad(p)
+        mine = self.shards.grad(p)
         if mine.data_ptr() != grad.data_ptr():
             mine.copy_(grad)
 
@@ -86,17 +78,17 @@ class Pieces:
 
         A state in the parameter's dtype is cast to the master's dtype, because ``optimizer.load_state_dict`` casts to
         the parameter's: a checkpoint may come from a run that stepped on bf16 weights."""
-        master, dtype = self._shards.master(p), full.dtype
+        master, dtype = self.shards.master(p), full.dtype
         if isinstance(full, LeftState):
-            full = gathered(full.shard)
+            full = full_value(full.shard)
         elif dtype == p.dtype:
             dtype = master.dtype
-        return self._shards.cut(p, full).to(master.device, dtype, copy=True)
+        return self.shards.cut(p, full).to(master.device, dtype, copy=True)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Publishes the stepped masters to the module; otherwise the module's old values would overwrite them."""
         with DisableTorchFunction(), torch.no_grad():
-            self._shards.publish(self._shards.with_grad.intersection(parameters(optimizer)))
+            self.shards.publish(self.shards.with_grad.intersection(parameters(optimizer)))
 
 
 def parameters(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -17,7 +17,8 @@ from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
 _A_BUCKET = "a bucket of gradients"
 _BUCKETS_DIFFER = (
     "stage=3: ranks ran the same modules but used different parameters of them, so that their gradients came in"
-    " different buckets. Set deepspeed.reduce_bucket_numel={}, which fits all gradients in one bucket, or use stage=2."
+    " different buckets. Set reduce_bucket_size={} in deepspeed_config, which fits all gradients in one bucket, or use"
+    " stage=2."
 )
 
 

@@ -19,7 +19,6 @@ class Parameters:
     Attributes:
         named: Parameters by name, in the module's order, which is the same on all ranks.
         shapes: Full shapes.
-        dtypes: The user's dtypes; DeepSpeed may compute in another.
         strides: The user's strides.
         held: Parameters that DeepSpeed shards, in the order in which ranks gather them; must not become a set.
         replicated: All others (see :mod:`~lightning_zero.engines.deepspeed.engine`).
@@ -31,7 +30,6 @@ class Parameters:
         self.module, self.stage3 = module, stage3
         self.named = dict(module.named_parameters())
         self.shapes: dict[Tensor, torch.Size] = {p: p.shape for p in self.named.values()}
-        self.dtypes: dict[Tensor, torch.dtype] = {p: p.dtype for p in self.named.values()}
         self.strides: dict[Tensor, Any] = {p: p.stride() for p in self.named.values()}
         self._dtype = _main_dtype(self.named.values())
         self.held = dict.fromkeys(p for p in self.named.values() if p.dtype == self._dtype and p.numel())

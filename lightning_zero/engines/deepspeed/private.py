@@ -21,13 +21,15 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_zero.comm.direct import all_gather
 from lightning_zero.engines.base import outside_inference_mode
 from lightning_zero.private.check import Library, Needed, check
 from lightning_zero.private.torch import (
@@ -36,7 +38,6 @@ from lightning_zero.private.torch import (
     in_transform,
     own_parameters,
     set_data,
-    set_own_parameters,
 )
 
 _ZERO = "deepspeed.runtime.zero"
@@ -55,18 +56,15 @@ DEEPSPEED = Library(
         Needed("deepspeed.utils.groups:_release_process_group_references", takes="*group"),
         Needed("deepspeed.accelerator:set_accelerator", takes="accel_obj"),
         Needed("deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.__init__", takes="self"),
-        Needed(f"{_ZERO}.config:DeepSpeedZeroConfig"),
-        *(Needed(f"{_ZERO}.offload_config:DeepSpeedZeroOffload{part}Config") for part in ("Optimizer", "Param")),
         Needed(f"{_INIT}", stores="param_id"),
         Needed(f"{_OFFLOAD}._register_deepspeed_module", takes="self, module, count"),
+        Needed(f"{_ZERO}.parameter_offload:_inject_parameters", takes="module, cls"),
         Needed(f"{_ZERO}.partitioned_param_coordinator:iter_params", takes="module, recurse"),
-        Needed(f"{_OFFLOAD}", stores="iter_params apply_to_tensors_only"),
-        Needed(f"{_ZERO}.utils:apply_to_tensors_only", takes="function, value, warning_msg_fn"),
+        Needed(f"{_OFFLOAD}", stores="iter_params"),
         Needed(f"{_COORDINATOR}._PartitionedParameterCoordinator__params_to_release"),
         Needed(f"{_STAGE3}", stores="DeepSpeedCPUAdam"),
         # sharding
         Needed(f"{_INIT}.__init__", takes="self, *config_dict_or_path, tensor_overrides"),
-        Needed(f"{_INIT}._all_gather", takes="self, param_list, async_op, hierarchy"),
         Needed(f"{_INIT}._convert_to_deepspeed_param", takes="self, param"),
         Needed(
             _INIT,
@@ -79,7 +77,8 @@ DEEPSPEED = Library(
         # one backward
         *(Needed(f"{_ENGINE}._backward_{part}", takes="self") for part in ("prologue", "epilogue")),
         Needed(f"{_ENGINE}.backward", stores="_backward_epilogue _running_engine_backward"),
-        Needed(f"{_ENGINE}.destroy", takes="self"),
+        *(Needed(f"{each}.destroy", takes="self") for each in (_ENGINE, _OFFLOAD)),
+        *(Needed(each, stores="_grad_acc_hooks") for each in (_STAGE3, _STAGE12)),
         Needed(f"{_ENGINE}._broadcast_model", takes="self"),
         Needed(_ENGINE, stores="module_forward_pre_hook module_forward_post_hook device dp_world_size"),
         *(Needed(f"{stage}.clear_backward_seen_flag", takes="self") for stage in (_STAGE3, _STAGE12)),
@@ -118,17 +117,14 @@ DEEPSPEED = Library(
         Needed(_COORDINATOR, stores="hierarchy"),
         Needed(f"{_COORDINATOR}.reset_step", takes="self"),
         Needed(f"{_ZERO}.parameter_offload:FWD_MODULE_STACK"),
-        *(
-            Needed(f"{_OFFLOAD}.{when}_sub_module_{which}_function", takes="self, sub_module")
-            for when in ("pre", "post")
-            for which in ("forward", "backward")
-        ),
-        Needed(f"{_ZERO}.parameter_offload:_inject_parameters", stores="_original_parameters"),
+        Needed(f"{_COORDINATOR}.trace_prologue", takes="self, sub_module"),
+        Needed(f"{_COORDINATOR}.is_record_trace", takes="self"),
+        Needed(f"{_COORDINATOR}.record_module", takes="self, sub_module"),
+        Needed(f"{_COORDINATOR}.fetch_sub_module", takes="self, current_submodule, forward"),
+        Needed(f"{_COORDINATOR}.release_sub_module", takes="self, submodule, forward"),
         Needed(f"{_ZERO}.partition_parameters:_init_external_params", stores="_external_params all_parameters"),
-        Needed(
-            _OFFLOAD,
-            stores="pre_bwd_fn post_bwd_fn applied_pre_backward_ref_cnt ds_inflight_param_registry ds_grads_remaining",
-        ),
+        Needed(_OFFLOAD, stores="ds_id ds_inflight_param_registry ds_recompute_parameters forward_hooks"),
+        Needed("deepspeed.utils:z3_leaf_module", takes="model"),
     ),
 )
 
@@ -179,11 +175,11 @@ def environment(device: torch.device) -> Iterator[None]:
 def prepare(device: torch.device) -> Any:
     """Imports DeepSpeed for ``device`` on top of the existing process group, and returns the package.
 
-    The patches stay for the life of the process, because a module may stay sharded after its run, so no point in time
-    is safe to undo them. No patch may change how DeepSpeed works outside this package. The exception is the level of
-    its loggers, which users can set again afterwards.
+    The patches stay for the life of the process. No patch may change how DeepSpeed works outside this package. The
+    exception is the level of its loggers, which users can set again afterwards.
     """
-    _quieten()
+    for name in ("DeepSpeed", "deepspeed"):  # they log a line per parameter group, also in the middle of a run
+        logging.getLogger(name).setLevel(logging.WARNING)
     import deepspeed
     from deepspeed import comm
 
@@ -194,7 +190,6 @@ def prepare(device: torch.device) -> Any:
     deepspeed.utils.logger.setLevel(logging.WARNING)
     use_accelerator(device)
     _skip_replicated()
-    _keep_lists()
     _tell_watchers()
     world = getattr(comm.comm.cdb, "_lightning_zero_world", None)
     if comm.comm.cdb is None or world is not dist.group.WORLD:
@@ -207,11 +202,6 @@ def prepare(device: torch.device) -> Any:
             comm.init_distributed(dist_backend=get_accelerator().communication_backend_name(), dist_init_required=False)
         comm.comm.cdb._lightning_zero_world = dist.group.WORLD
     return deepspeed
-
-
-def _quieten() -> None:
-    for name in ("DeepSpeed", "deepspeed"):  # they log a line per parameter group, also in the middle of a run
-        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 @contextlib.contextmanager
@@ -245,67 +235,27 @@ def use_accelerator(device: torch.device) -> None:
         set_accelerator(getattr(home, f"{kind.upper()}_Accelerator")())
 
 
-def without_broadcast() -> AbstractContextManager[None]:
-    """Skips DeepSpeed's broadcast of rank 0's parameters, which ranks have already: it fails on 0-dim ones."""
+@contextlib.contextmanager
+def starting(joined: type) -> Iterator[None]:
+    """Context of ``deepspeed.initialize``, which here leaves out
+
+    - the broadcast of rank 0's parameters, which ranks have already: it fails on 0-dim ones;
+    - stage 3's hooks of modules, which :class:`ModuleHooks` replaces, and its dictionaries of parameters;
+    - the check for DeepSpeed's own CPU Adam if ``offload.ratio`` is below 1. DeepSpeed would step some masters on the
+      device itself, but here users' own optimizers step all masters. ``joined`` is the optimizer that DeepSpeed gets.
+    """
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero import parameter_offload, stage3
 
-    return _instead(DeepSpeedEngine, "_broadcast_model", lambda self: None)
-
-
-# -- config files --------------------------------------------------------------------------------------------------
-
-
-def known_settings() -> dict[str, dict[str, str]]:
-    """Maps each section of a config file that is checked (``""`` is the top level) to its settings, and each setting to
-    ``""``, or to a deprecated one's replacement."""
-    _quieten()
-    with environment(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")):
-        import deepspeed
-        from deepspeed.runtime.zero import config, offload_config
-    probe = _Probe(train_micro_batch_size_per_gpu=1)
-    deepspeed.DeepSpeedConfig(probe)
-    models = {
-        "zero_optimization": config.DeepSpeedZeroConfig,
-        "zero_optimization.offload_optimizer": offload_config.DeepSpeedZeroOffloadOptimizerConfig,
-        "zero_optimization.offload_param": offload_config.DeepSpeedZeroOffloadParamConfig,
-    }
-    return {"": dict.fromkeys(probe.names, "")} | {
-        section: {
-            field.alias or name: (field.json_schema_extra or {}).get("new_param", "")
-            for name, field in model.model_fields.items()
-        }
-        for section, model in models.items()
-    }
-
-
-class _Probe(dict[str, Any]):
-    """A config that records which settings are looked up in it."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(settings)
-        self.names: set[str] = set()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.names.add(key)
-        return super().get(key, default)
-
-    def __contains__(self, key: Any) -> bool:
-        self.names.add(key)
-        return super().__contains__(key)
-
-    def keys(self) -> Any:  # `key in section.keys()`
-        return self
-
-
-def count_from_zero() -> None:
-    """Resets DeepSpeed's counters of modules and parameters, so that ranks number alike whatever ran in their processes
-    before."""
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-    from deepspeed.runtime.zero.partition_parameters import Init
-
-    Init.param_id = 0
-    (numbers,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__  # type: ignore[misc]
-    numbers[0] = 0
+    with contextlib.ExitStack() as stack:
+        for home, name, value in (
+            (DeepSpeedEngine, "_broadcast_model", lambda self: None),
+            (parameter_offload.DeepSpeedZeRoOffload, "_register_deepspeed_module", lambda self, module: None),
+            (parameter_offload, "_inject_parameters", lambda module, cls: None),
+            (stage3, "DeepSpeedCPUAdam", joined),
+        ):
+            stack.enter_context(_instead(home, name, value))
+        yield
 
 
 def _skip_replicated() -> None:
@@ -318,65 +268,25 @@ def _skip_replicated() -> None:
     _patch([parameter_offload, partitioned_param_coordinator], "iter_params", make)
 
 
-def _keep_lists() -> None:
-    """Makes stage 3 keep lists among inputs and outputs of modules as the same objects, as it does dictionaries.
-
-    DeepSpeed alone copies a list, so that an auxiliary loss that a module appends is lost."""
-    from deepspeed.runtime.zero import parameter_offload, utils
-
-    def make(reapply: Callable[..., Any]) -> Any:
-        def apply_to_tensors_only(function: Any, value: Any, warning_msg_fn: Any = None) -> Any:
-            result = reapply(function, value, warning_msg_fn)  # calls this function again for nested values
-            if isinstance(value, list):
-                value[:] = result
-                return value
-            return result
-
-        return apply_to_tensors_only
-
-    _patch([parameter_offload, utils], "apply_to_tensors_only", make)
-
-
-def watch(p: Any, watcher: Any) -> None:
-    """Has ``watcher`` called before stage 3 gathers ``p`` and before stage 3 frees the memory of ``p``."""
-    p.ds_watcher = watcher
+def watch(p: Any, before_empty: Callable[[Any], None]) -> None:
+    """Has ``before_empty`` called with ``p`` before stage 3 frees the memory of ``p``."""
+    p.ds_before_empty = before_empty
 
 
 def _tell_watchers() -> None:
-    """Patches stage 3 to call the watchers of :func:`watch`; other parameters behave as before."""
+    """Patches stage 3 to call the functions given to :func:`watch`; other parameters behave as before."""
     from deepspeed.runtime.zero import partition_parameters as home
 
-    def make_gather(gather: Callable[..., Any]) -> Any:
-        def all_gather(self: Any, param_list: list[Any], *args: Any, **kwargs: Any) -> Any:
-            with DisableTorchFunction():  # DeepSpeed's work must not open parameters, even if user code calls it
-                for p in param_list:
-                    if (watcher := getattr(p, "ds_watcher", None)) is not None:
-                        watcher.before_gather(p)
-                return gather(self, param_list, *args, **kwargs)
-
-        return all_gather
-
-    def make_free(free: Callable[[Any], None]) -> Any:
+    def make(free: Callable[[Any], None]) -> Any:
         def free_param(param: Any) -> None:
             with DisableTorchFunction(), torch.no_grad():
-                if (watcher := getattr(param, "ds_watcher", None)) is not None:
-                    watcher.before_empty(param)
+                if (before_empty := getattr(param, "ds_before_empty", None)) is not None:
+                    before_empty(param)
                 free(param)
 
         return free_param
 
-    _patch([home.Init], "_all_gather", make_gather)
-    _patch([home], "free_param", make_free)
-
-
-def partial_offload(joined: type) -> AbstractContextManager[None]:
-    """Lets DeepSpeed accept ``offload.ratio`` below 1 with the optimizer class ``joined``.
-
-    DeepSpeed requires its own CPU Adam, because it steps the masters on the device itself. Here users' own optimizers
-    step all masters, on either device."""
-    from deepspeed.runtime.zero import stage3
-
-    return _instead(stage3, "DeepSpeedCPUAdam", joined)
+    _patch([home], "free_param", make)
 
 
 # -- sharding ------------------------------------------------------------------------------------------------------
@@ -386,6 +296,7 @@ def sharder(config: dict[str, Any]) -> Callable[[list[nn.Parameter]], None]:
     """Returns a function that shards full parameters on the device, which are the same on all ranks (collective)."""
     from deepspeed.runtime.zero.partition_parameters import Init
 
+    Init.param_id = 0  # so that ranks number parameters alike whatever ran in their processes before
     init = Init(config_dict_or_path=copy.deepcopy(config), tensor_overrides=())
 
     def shard(params: list[nn.Parameter]) -> None:
@@ -518,11 +429,11 @@ class Shards(ABC):
 
         The sum over ranks is exact, because each element is non-zero on one rank only.
         """
-        full = local.new_zeros(self.shapes[p].numel())
-        self.cut(p, full).copy_(local)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(full)
-        return full.view(self.shapes[p])
+        return self.assembly(p, local)()
+
+    def assembly(self, p: Tensor, local: Tensor) -> Callable[[], Tensor]:
+        """Returns the function that does the same later, even when DeepSpeed is gone."""
+        return partial(_assembled, self.shapes[p], self.pieces[p].offset, local)
 
     def cut(self, p: Tensor, full: Tensor) -> Tensor:
         """Returns this rank's piece of ``full``, a tensor of the full shape of ``p``, 1-D; a view if ``full`` is
@@ -719,15 +630,14 @@ class Shards3(Shards):
 
 @outside_inference_mode()
 def gathered_copy(p: Any) -> Tensor:
-    """Returns a full copy of a stage-3 parameter on every rank (collective)."""
+    """Returns a copy of the full parameter (at stage 3 collective): of the shards, as DeepSpeed's gather may round."""
     land(p)
     if not is_partitioned(p):
         return p.detach().clone()
-    p.all_gather()
-    leave_shard(p)
-    value = p.detach()  # keeps the memory alive that partition() frees
-    p.partition()
-    return value
+    mine, ranks = p.ds_tensor.detach().to(p.device), cast(dist.ProcessGroup, dist.group.WORLD)
+    full = mine.new_empty(mine.numel() * ranks.size())
+    all_gather(full, mine, ranks).wait()
+    return (full if full.numel() == p.ds_numel else full[: p.ds_numel].clone()).view(p.ds_shape)
 
 
 def leave_shard(p: Any) -> None:
@@ -739,12 +649,30 @@ def leave_shard(p: Any) -> None:
             set_data(p, p.detach().clone())
 
 
+def _assembled(shape: torch.Size, first: int, part: Tensor) -> Tensor:
+    full = part.new_zeros(shape.numel())
+    full.narrow(0, first, part.numel()).copy_(part)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(full)
+    return full.view(shape)
+
+
+def _shard(p: Any) -> tuple[int, Tensor]:
+    """Returns this rank's elements of a stage-3 parameter, 1-D without padding, and the index of the first one."""
+    part = p.ds_tensor
+    first = min(part.ds_numel * p.ds_zero_partition_rank, p.ds_numel)
+    return first, part.detach().narrow(0, 0, min(part.ds_numel, p.ds_numel - first))
+
+
+def assembly(p: Any) -> Callable[[], Tensor]:
+    """Returns a function that assembles a stage-3 parameter from its shards, even when DeepSpeed is gone."""
+    return partial(_assembled, p.ds_shape, *_shard(p))
+
+
 def store_part(p: Any) -> None:
     """Copies this rank's part of the full values in ``p`` to its shard of the stage-3 parameter."""
-    part, rank = p.ds_tensor, p.ds_zero_partition_rank
-    first = min(part.ds_numel * rank, p.ds_numel)
-    length = min(part.ds_numel, p.ds_numel - first)
-    part.narrow(0, 0, length).copy_(p.detach().reshape(-1).narrow(0, first, length))
+    first, part = _shard(p)
+    part.copy_(p.detach().reshape(-1).narrow(0, first, part.numel()))
     p.ds_secondary_tensor = None
 
 
@@ -807,99 +735,135 @@ def land(p: Any) -> None:
         p.ds_in_flight.pop(p).wait()
 
 
-def hook_modules(
-    engine: Any,
-    rests: Callable[[], bool],
-    before: Callable[[nn.Module], None],
-) -> None:
-    """Runs DeepSpeed's module hooks without residency's interception, and skips them while ``rests()`` is true.
+class ModuleHooks:
+    """Gathers each module's parameters for its forward and its backward at stage 3, in place of DeepSpeed's own hooks.
+
+    DeepSpeed's hooks copy lists among inputs and outputs, pass aliases of inputs whose gradients are wrong after an
+    in-place change, and fail on outputs of unknown types. Only its coordinator is used, which gathers, gathers ahead in
+    the recorded order, and releases.
 
     Args:
-        before: Called before all work of DeepSpeed for the forward of a module.
+        engine: From ``deepspeed.initialize``.
+        root: The module that was passed to ``deepspeed.initialize``.
+        rests: Whether modules run without being gathered.
+        begins: Called with each module before its forward.
     """
-    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
-    def plainly(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            with DisableTorchFunction(), outside_inference_mode():
-                return method(*args)
+    def __init__(
+        self, engine: Any, root: nn.Module, rests: Callable[[], bool], begins: Callable[[nn.Module], None]
+    ) -> None:
+        offload = _offload(engine)
+        self._coordinator = offload.get_param_coordinator()
+        self._rests, self._begins, self._is_alone = rests, begins, engine.dp_world_size == 1
+        self._in_backward: set[nn.Module] = set()
+        for number, module in enumerate(dict.fromkeys(_gathered_modules(root))):
+            module.ds_id, module.ds_recompute_parameters = number, set()  # type: ignore[assignment]
+            offload.forward_hooks += [  # which DeepSpeed removes
+                module.register_forward_pre_hook(partial(self._before_forward, module)),
+                module.register_forward_hook(partial(self._after_forward, module)),
+            ]
+        reset = _plainly(self._coordinator.reset_step)
 
-        return call
+        def reset_step() -> None:  # at the start of a pass: waits for gathers ahead for modules that never ran
+            self._in_backward.clear()
+            with environment(engine.device):  # ranks compare their orders on the device that LOCAL_RANK names
+                reset()
 
-    def unless_it_rests(method: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-        quiet = plainly(method)
-        return lambda module: None if rests() else quiet(module)
+        self._coordinator.reset_step = reset_step
+        # Residency finds parameters used outside their module's forward, in more cases than these hooks do.
+        engine.module_forward_pre_hook.remove()
+        engine.module_forward_post_hook.remove()
 
-    offload = _offload(engine)
-    gather = plainly(offload.pre_sub_module_forward_function)
+    def _gather(self, module: nn.Module, forward: bool) -> None:
+        self._coordinator.trace_prologue(module)
+        if self._coordinator.is_record_trace():
+            self._coordinator.record_module(module)
+        self._coordinator.fetch_sub_module(module, forward=forward)
+        for p in own_parameters(module).values() if self._is_alone else ():
+            leave_shard(p)
 
-    def begin(module: nn.Module) -> None:
-        if not hasattr(module, "ds_id"):
-            raise ValueError(
-                f"a {type(module).__name__} ran that has hooks of DeepSpeed's stage 3 but is not one of its modules,"
-                " such as a copy.copy(module): call the module itself, or use copy.deepcopy, stage=2 or"
-                " engine='fsdp2'."
-            )
-        before(module)
-        if rests():
-            FWD_MODULE_STACK.append(module)
-        else:
-            gather(module)
-            for p in own_parameters(module).values() if engine.dp_world_size == 1 else ():
-                leave_shard(p)
+    def _before_forward(self, module: nn.Module, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        self._begins(module)
+        if not self._rests():
+            _plainly(self._gather)(module, forward=True)
+        # Views, because the gradient of an input itself is complete only after the backward of all that use it.
+        views = [each.view_as(each) if _gets_gradient(each) else each for each in args]
+        if seen := [view for view, given in zip(views, args, strict=True) if view is not given]:
+            after_all = _AfterAll(len(seen), partial(self._after_backward, module))
+            for view in seen:
+                view.register_hook(after_all)
+        return tuple(views)
 
-    offload.pre_sub_module_forward_function = begin
-    release = unless_it_rests(offload.post_sub_module_forward_function)
-    # Parameters gathered for a recomputation stay gathered for the backward of their module, which follows.
-    offload.post_sub_module_forward_function = lambda module: None if in_backward() else release(module)
-    for name in ("pre_sub_module_backward_function", "post_sub_module_backward_function"):
-        setattr(offload, name, unless_it_rests(getattr(offload, name)))
-    coordinator = offload.get_param_coordinator()
-    reset = plainly(coordinator.reset_step)
+    def _after_forward(self, module: nn.Module, _: nn.Module, args: Any, output: Any) -> None:
+        # Parameters gathered for a recomputation stay gathered for their module's backward, which follows.
+        if not in_backward() and not self._rests():
+            _plainly(self._coordinator.release_sub_module)(module, forward=True)
+        for each in _tensors_in(output) if torch.is_grad_enabled() and not in_transform() else ():
+            if each.grad_fn is not None:
+                each.register_hook(partial(self._before_backward, module))
 
-    def reset_step() -> None:  # at the start of a pass: waits for gathers ahead for modules that never ran
-        with environment(engine.device):  # ranks compare their orders on the device that LOCAL_RANK names
-            reset()
+    def _before_backward(self, module: nn.Module, grad: Tensor) -> None:
+        if not self._rests():
+            self._in_backward.add(module)
+            _plainly(self._gather)(module, forward=False)
 
-    coordinator.reset_step = reset_step
-    # Residency finds parameters used outside their module's forward, in more cases than these hooks do.
-    engine.module_forward_pre_hook.remove()
-    engine.module_forward_post_hook.remove()
-
-
-def let_inputs_change(engine: Any, root: nn.Module) -> None:
-    """Lets modules change their inputs in place with correct gradients, as without stage 3.
-
-    DeepSpeed passes modules detached aliases of their inputs, whose backward marks the end of the module's. Code that
-    uses an input after an in-place change would get the gradient of the unchanged input.
-    """
-    offload = _offload(engine)
-    for module in root.modules():
-        if "post_bwd_fn" in vars(module):
-            vars(module)["post_bwd_fn"] = _InputViews(module, offload, module.post_bwd_fn)
+    def _after_backward(self, module: nn.Module) -> None:
+        if module in self._in_backward and not self._rests():
+            self._in_backward.discard(module)
+            _plainly(self._coordinator.release_sub_module)(module, forward=False)
 
 
-class _InputViews:
-    """Replaces a module's ``post_bwd_fn``: passes views of inputs instead of detached aliases."""
+class _AfterAll:
+    """A hook of ``num`` tensors that calls ``action`` when all their gradients have arrived.
 
-    def __init__(self, module: Any, offload: Any, function: Any) -> None:
-        self._module, self._offload, self._function = module, offload, function
+    Not ``register_multi_grad_hook``: its hooks refer to the nodes that hold them, so that each pass would leak."""
 
-    def apply(self, given: Tensor) -> Tensor:
-        if not given.requires_grad or given.layout != torch.strided or in_transform():
-            applied: Tensor = self._function.apply(given)
-            return applied
-        module = self._module
-        module.ds_grads_remaining += 1
-        view = given.view_as(given)
+    def __init__(self, num: int, action: Callable[[], None]) -> None:
+        self._num, self._action, self._num_arrived = num, action, 0
 
-        def end(grad: Tensor) -> None:
-            module.ds_grads_remaining -= 1
-            if module.ds_grads_remaining == 0:
-                self._offload.post_sub_module_backward_function(module)
+    def __call__(self, grad: Tensor) -> None:
+        self._num_arrived = (self._num_arrived + 1) % self._num  # a retained graph may be gone through again
+        if not self._num_arrived:
+            self._action()
 
-        view.register_hook(end)
-        return view
+
+def _plainly(method: Callable[..., None]) -> Callable[..., None]:
+    """Runs DeepSpeed's ``method`` without residency's interception."""
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        with DisableTorchFunction(), outside_inference_mode():
+            method(*args, **kwargs)
+
+    return call
+
+
+def _gathered_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the modules that are gathered one by one: those with sharded parameters of their own, but of a
+    ``leaf_module`` of the config only itself."""
+    from deepspeed.utils import z3_leaf_module
+
+    is_leaf = z3_leaf_module(module)
+    if is_leaf or any(map(is_managed, own_parameters(module).values())):
+        yield module
+    if is_leaf:
+        for p in module.parameters():
+            p.ds_z3_leaf_module = module  # type: ignore[attr-defined]
+        return
+    for child in module.children():
+        yield from _gathered_modules(child)
+
+
+def _gets_gradient(value: Any) -> bool:
+    is_input = isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.layout == torch.strided
+    return is_input and value.requires_grad and torch.is_grad_enabled() and not in_transform()
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(inner)
 
 
 @outside_inference_mode()
@@ -921,12 +885,13 @@ def _offload(engine: Any) -> Any:
     return getattr(engine.optimizer, "parameter_offload", engine.optimizer)
 
 
-def end(engine: Any, root: nn.Module) -> None:
+def end(engine: Any, root: nn.Module, failed: bool) -> None:
     """Removes DeepSpeed's hooks and its attributes on modules and parameters.
 
     Args:
         engine: From ``deepspeed.initialize``; ``None`` if that was never called.
         root: The module that was passed to ``deepspeed.initialize``.
+        failed: Whether the run failed. The device may then wait for ranks that are gone, so nothing waits for it.
     """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -934,16 +899,17 @@ def end(engine: Any, root: nn.Module) -> None:
     if engine is not None:
         engine.module_forward_pre_hook.remove()
         engine.module_forward_post_hook.remove()
-        engine.destroy()
+        if failed:
+            for hook in getattr(engine.optimizer, "_grad_acc_hooks", ()):
+                hook.remove()
+            if hasattr(offload := _offload(engine), "partition_all_parameters"):
+                offload.destroy()
+        else:
+            engine.destroy()
     FWD_MODULE_STACK.clear()
     released = getattr(PartitionedParameterCoordinator, _TO_RELEASE)
     inspect.getclosurevars(released).nonlocals["func"].cache_clear()  # a cache by module, which keeps modules alive
     for module in root.modules():
-        original: Any = vars(module).get("_original_parameters")
-        if original is not None:
-            plain = type(original)()
-            plain.update(own_parameters(module).items())
-            set_own_parameters(module, plain)
         for name in list(vars(module)):
             if is_on_modules(name) or name == "__reduce_ex__":  # the latter is set by plain_copies
                 delattr(module, name)
@@ -956,7 +922,4 @@ def is_on_modules(name: str) -> bool:
     return name.startswith("ds_") or name in _ON_MODULES
 
 
-_ON_MODULES = (
-    "_original_parameters", "_external_params", "pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt",
-    "all_parameters", "register_external_parameter",
-)  # fmt: skip
+_ON_MODULES = ("_external_params", "all_parameters", "register_external_parameter")

@@ -90,7 +90,7 @@ class DeepSpeedStore:
         self._num_states = 0  # states made so far; never decreases, so that keys stay unique
         if self._stage3:
             for p in params.held:
-                private.watch(p, self)
+                private.watch(p, self.before_empty)
 
     def begin(self) -> None:
         """Records versions and buffers, once DeepSpeed has laid out its memory."""
@@ -101,7 +101,10 @@ class DeepSpeedStore:
             self._buffers = {key: (buffer, users_of(buffer)) for key, buffer in buffers.items()}
 
     def end(self) -> None:
-        """Drops all parameters: they are ordinary tensors again."""
+        """Drops all parameters, which are ordinary tensors again, and states: a touch of one that is left raises."""
+        for full in self._states:
+            if isinstance(full, Resharded):
+                full.residency = None
         self._own.clear()
         self._params.clear()
         self._homes.clear()
@@ -213,10 +216,6 @@ class DeepSpeedStore:
         else:
             private.empty(p)
         self._memories.keep(key, 0, place)
-
-    def before_gather(self, p: Tensor) -> None:
-        """Is called before DeepSpeed gathers ``p``."""
-        self.residency.close(self._own[id(p)])
 
     # -- states --------------------------------------------------------------------------------------------------
 

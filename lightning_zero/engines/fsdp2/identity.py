@@ -88,7 +88,7 @@ class Identity:
             private.register(p, original)
             p.sharded_param.grad = None
             if values is None:
-                leave_parameter(original, p.sharded_param)
+                leave_parameter(original, p.sharded_param.detach(), p.sharded_param)
             else:
                 set_data(original, values(p.sharded_param))
             private.drop_shard(p)  # or the memory stays until garbage collection finds the engine

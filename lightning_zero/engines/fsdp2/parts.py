@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zero.comm.shards import as_shard, gathered, local, shard_like
+from lightning_zero.checkpoint.later import full_value
+from lightning_zero.comm.shards import as_shard, local, shard_like
 from lightning_zero.engines.after_run import LeftState
 
 
@@ -56,10 +57,9 @@ class Rows:
     def cut(self, p: Tensor, full: Tensor) -> Tensor:
         shard = self._shards[p]
         if isinstance(full, LeftState):
-            part = local(full.shard)
-            if part.shape == local(shard).shape:
-                return part.to(local(shard).device)
-            full = gathered(full.shard)
+            if isinstance(full.shard, DTensor) and local(full.shard).shape == local(shard).shape:
+                return local(full.shard).to(local(shard).device)
+            full = full_value(full.shard)
         return local(shard_like(full, shard, full.dtype))
 
     def of_state(self, value: Any) -> Tensor | None:
