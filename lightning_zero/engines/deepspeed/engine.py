@@ -65,7 +65,7 @@ from lightning_zero.engines.refusals import (
     refuse_tracing,
     refuse_transforms,
 )
-from lightning_zero.engines.residency import Guards, Memories
+from lightning_zero.engines.residency import Memories
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     EnableTorchFunction,
@@ -110,8 +110,6 @@ class DeepSpeedEngine(Engine):
         self._reductions = Reductions(self._params, self.config, self._under_way, self._agreement)
         self._begin_residency()
         self._start_from_rank_0()
-        self.guards = Guards(self.residency, self._params.held)  # again: parameters of an earlier run had another class
-        self._store.watch = self.guards.watch_all
         self._full = FullState(self._params, self.mesh)
 
     def _start_from_rank_0(self) -> None:
