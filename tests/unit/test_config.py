@@ -68,7 +68,6 @@ INSTEAD = ["use engine='fsdp2'", "strategy='zero3_nvme'", "offload='cpu'"]
         ({"offload": {"target": "cpu", "path": "/x"}}, ["offload.path='/x'", "'nvme'"]),
         ({"offload": {"target": "nvme", "ratio": 0.5}}, ["offload.ratio=0.5", "'cpu'"]),
         ({"offload": {"target": "cpu", "ratio": 1.5}}, ["offload.ratio=1.5", "up to 1"]),
-        ({"offload": {"target": "cpu", "optimizer": False, "parameters": False}}, ["offload.target='none'"]),
         ({"compile": {"target": "units", "mode": "reduce-overhead"}}, ["mode='reduce-overhead'", "-no-cudagraphs'"]),
         (
             {"compile": {"target": "units", "mode": "default", "backend": "eager"}},
