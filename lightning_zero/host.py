@@ -15,9 +15,12 @@ from pathlib import Path
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc's malloc.h
 _LARGE_PAGE = 2 << 20
-MAPPED_FROM_BYTES = 8 << 20
-"""Blocks of this size and more are separate mappings on CPUs. Each new mapping costs page faults: with 1 MiB, steps on
-activations of some MiB took half as long again."""
+MAPPED_FROM_BYTES = 1 << 20
+"""Blocks of this size and more are separate mappings while a module is sharded or made full on CPUs: full and sharded
+tensors take turns, so that a heap would keep a gap for each full one."""
+MAPPED_IN_STEPS_FROM_BYTES = 8 << 20
+"""The same in steps. Each new mapping costs page faults: with 1 MiB, steps on activations of some MiB took half as long
+again."""
 
 
 def available_host_bytes() -> int:
@@ -65,8 +68,8 @@ def _bytes_left(group: Path, limit: str, use: str, droppable: str) -> Iterator[i
         yield max(0, total - used + int(stat.get(droppable, 0)))
 
 
-def return_freed_memory() -> None:
-    """Makes malloc return freed blocks of :data:`MAPPED_FROM_BYTES` and more to the kernel.
+def return_freed_memory(from_bytes: int = MAPPED_FROM_BYTES) -> None:
+    """Makes malloc return freed blocks of ``from_bytes`` and more to the kernel, from the next one that it allocates.
 
     glibc's malloc allocates large blocks as separate mappings. As such blocks are freed, it raises the size from which
     it does so up to 32 MiB. Smaller blocks, gathered parameters among them, then leave gaps in the heap that nothing
@@ -77,14 +80,14 @@ def return_freed_memory() -> None:
         return
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version") and hasattr(libc, "mallopt"):
-        libc.mallopt(_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
-        libc.mallopt(_TRIM_THRESHOLD, 2 * MAPPED_FROM_BYTES)
+        libc.mallopt(_MMAP_THRESHOLD, from_bytes)
+        libc.mallopt(_TRIM_THRESHOLD, 2 * MAPPED_IN_STEPS_FROM_BYTES)
 
 
 def in_large_pages(address: int, nbytes: int) -> None:
     """Asks the kernel for 2 MiB pages for new memory that is about to be written completely: to fault in a page of 4
     KiB takes about as long as to fill it."""
-    if sys.platform == "linux" and nbytes >= MAPPED_FROM_BYTES:
+    if sys.platform == "linux" and nbytes >= MAPPED_IN_STEPS_FROM_BYTES:
         start, end = -(-address // _LARGE_PAGE) * _LARGE_PAGE, (address + nbytes) // _LARGE_PAGE * _LARGE_PAGE
         # No effect if the kernel lacks large pages or uses them for all memory.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)

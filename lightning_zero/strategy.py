@@ -71,7 +71,12 @@ from lightning_zero.engines.optimizer_step import refuse_sharding
 from lightning_zero.engines.precision import REDUCE_DTYPES, DtypePolicy, ZeroMixedPrecision, adapt_precision
 from lightning_zero.engines.refusals import refuse_uninitialized
 from lightning_zero.engines.run import EngineRun, Place
-from lightning_zero.host import available_host_bytes, return_freed_memory
+from lightning_zero.host import (
+    MAPPED_FROM_BYTES,
+    MAPPED_IN_STEPS_FROM_BYTES,
+    available_host_bytes,
+    return_freed_memory,
+)
 from lightning_zero.launch.launcher import SAME_DEVICES, Launched
 from lightning_zero.launch.step_sync import sync_steps
 from lightning_zero.private.check import check
@@ -285,6 +290,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             self.engine.attach(optimizers, trainer_facts(trainer))
         self.setup_precision_plugin()
         self._saving.follow(trainer, self._serve_reads, self._end_reads)
+        self._map_from(MAPPED_IN_STEPS_FROM_BYTES)
         if self.engine is not None:  # after configure_optimizers, so that states created there are sharded as well
             self._undo.enter_context(self.engine.view())
 
@@ -409,12 +415,15 @@ class ZeroStrategy(Launched, DDPStrategy):
                 f" without a CPU backend ({dist.get_backend_config()}), which norms of gradients in host memory need:"
                 " give that Trainer DDPStrategy(process_group_backend='cpu:gloo,cuda:nccl')."
             )
-        if self.root_device.type == "cpu":  # with an accelerator, gathered parameters are not in malloc's heap
-            return_freed_memory()
+        self._map_from(MAPPED_FROM_BYTES)
         self._agreement = shared_agreement(self.config.timeout_seconds)
         set_run_agreement(self._agreement)
         self._saving.begin(self._agreement)
         begin_reads(self.agreement)
+
+    def _map_from(self, nbytes: int) -> None:
+        if self.root_device.type == "cpu":  # with an accelerator, gathered parameters are not in malloc's heap
+            return_freed_memory(nbytes)
 
     def teardown(self) -> None:
         # Saving ends first: it waits for an asynchronous save, whose error must not be lost.
@@ -422,7 +431,9 @@ class ZeroStrategy(Launched, DDPStrategy):
         try:
             self._saving.end(self._failed)
         finally:
+            self._map_from(MAPPED_FROM_BYTES)
             self._end_run()
+            self._map_from(MAPPED_IN_STEPS_FROM_BYTES)
 
     def _end_run(self) -> None:
         self._undo.close()
