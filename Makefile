@@ -38,12 +38,12 @@ lint: style ## The same and mypy, as CI runs them
 
 # mypy takes a minute where it has no cache, so it runs beside the tests. Files are dealt out to the two processes in this
 # order, the short ones last, so that both end together.
-test: style ## Lint, types and the tests of every change: each package, both engines, each kind of module (six minutes)
+test: style ## Lint, types and the tests of every change: each package, both engines, each kind of module (four minutes)
 	@echo '$(BIN)/mypy, beside the tests'; $(BIN)/mypy & types=$$!; \
 	$(GATE) --no-loadscope-reorder tests/distributed tests/unit tests/gpu; tests=$$?; \
 	wait $$types || { echo 'mypy has found errors, see above'; exit 1; }; exit $$tests
 
-test-system: setup ## Commands as typed, faults, SLURM, several nodes, what compiles (eleven minutes)
+test-system: setup ## Commands as typed, faults, SLURM, several nodes, what compiles (ten minutes)
 	$(GATE) --timeout 180 tests/system
 
 # For another set of versions, without this package's own bounds: what a release may break, and its row of docs/versions.md
