@@ -292,8 +292,7 @@ then becomes full on every rank when user code touches it: in `setup` and `confi
 forward between runs, in `copy.deepcopy` or `torch.save`. All ranks must do that together, as a collective; a rank that
 reads alone gets an error after 30 seconds. What nobody touches stays sharded: the next `fsdp2` run at stage 3
 (`trainer.test(module, ckpt_path="best")`, another `fit`) shards it again unit by unit, or reads the checkpoint instead,
-and `trainer.save_checkpoint` sends shards. On `deepspeed` such a module is used inside `with
-trainer.strategy.full_parameters():`, and the next run makes all of it full first.
+and `trainer.save_checkpoint` sends shards. The same holds for `deepspeed`.
 
 {_marked("built", measured["built"])}
 
