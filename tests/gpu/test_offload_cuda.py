@@ -132,7 +132,7 @@ def _pinned(nbytes: int) -> int:
     return torch.cuda.host_memory_stats()["allocated_bytes.current"] - before + 0 * tensor.numel()
 
 
-@pytest.mark.skipif(VERSION < (2, 13), reason="PyTorch rounds pinned blocks up to a power of two")
+@pytest.mark.skipif(VERSION < (2, 13), reason="before 2.13 PyTorch rounds all pinned blocks up to a power of two")
 def test_pinned_blocks_have_the_size_of_their_tensors(ranks1):
     assert ranks1(_pinned, 37 << 20) == [37 << 20]
 
