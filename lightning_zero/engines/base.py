@@ -28,7 +28,7 @@ from lightning_zero.engines.hooks import UserHooks
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.optimizer_step import ShardedStep
 from lightning_zero.engines.precision import DtypePolicy
-from lightning_zero.engines.residency import Memories, Mode, Residency, Store, budget_bytes
+from lightning_zero.engines.residency import Mode, Residency, Store, budget_bytes
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     has_accumulation_hooks,
@@ -170,13 +170,13 @@ class Engine(ABC):
         """Takes the optimizers of a fit (none in other loops). ``trainer`` holds the Trainer's settings for precision,
         accumulation and clipping, under the names of ``RunFacts`` in ``engines/deepspeed/ds_config``."""
 
-    def reside(self, store: Store, is_between: Callable[[], bool], memories: Memories) -> None:
+    def reside(self, store: Store, is_between: Callable[[], bool]) -> None:
         """Gathers the parameters of ``store`` when user code touches them, from now until :meth:`end_residency`."""
         agreement = run_agreement()  # None in a loop without a Trainer, where all ranks make the same reads
         waits = agreement is not None and dist.get_world_size() > 1
         barrier = Barrier(agreement, self.peer_memory) if waits and agreement is not None else None
         budget = budget_bytes(self.config.hook_budget_bytes, self.device, agreement)
-        self.residency = Residency(store, is_between, barrier, memories, budget)
+        self.residency = Residency(store, is_between, barrier, budget)
         graphs.begin(self.residency)
         self._end_transforms = translate_transformed(self.residency.before_transform)
 

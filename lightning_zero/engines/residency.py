@@ -14,8 +14,8 @@ exceeded, the keys that were opened first are closed.
 
 [Closing] The engine ends the window. Each rank then copies *its rows* of all open tensors into its shards. It does so
 without looking at version counters, so writes through ``.data``, views, lists, ``out=``, NumPy and collectives are
-stored. Memory that user code still holds is not freed, and the next gather fills it: views of a parameter keep showing
-its values, and writes to a view are stored whenever the view is touched.
+stored. Views are meant for the hook, or the forward of the unit, in which they are taken: memory that user code holds
+longer is left to it, with the values of that moment, and a warning says so.
 
 [Inside a step] The engine gathers the parameters of running units. A parameter that is touched while its unit is not
 running is *brought*, that is, gathered until the backward is over, if it may need a gradient. Otherwise it is opened
@@ -31,6 +31,7 @@ An engine provides a :class:`Store`; this file depends on nothing else of it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -46,7 +47,7 @@ from lightning_zero.comm.agree import Agreement
 from lightning_zero.comm.barrier import FORWARD, Barrier
 from lightning_zero.comm.shards import before_host_write, gathered, local, mesh_device, rows_of
 from lightning_zero.engines.graphs import end_graph
-from lightning_zero.engines.refusals import refuse_tracing
+from lightning_zero.engines.refusals import refuse_tracing, warn_of_views
 from lightning_zero.engines.torch_functions import (
     AS_THEY_ARE,
     IN_PLACE_COLLECTIVES,
@@ -62,12 +63,12 @@ from lightning_zero.private.torch import (
     Graph,
     as_traced,
     backwards_inside,
+    is_in_graph_alone,
     never_a_frame,
     outside_transforms,
     pause_dynamo,
-    storage_behind,
-    storage_key,
     users_of,
+    version_of,
 )
 
 BUDGET_BYTES = 1 << 30
@@ -166,8 +167,11 @@ class Store(Protocol):
         """Allocates full memory for the user's tensors of ``key``, copies ``values`` into it; returns the tensors."""
 
     def close(self, key: int) -> None:
-        """Copies this rank's rows of the user's tensors of ``key`` to its shards; frees full memory unless it is
-        held."""
+        """Copies this rank's rows of the user's tensors of ``key`` to its shards; frees full memory, or leaves it to
+        user code that holds it."""
+
+    def is_held(self, key: int) -> bool:
+        """Whether user code, or a graph, holds memory of the open ``key``."""
 
     def bring(self, p: Tensor) -> None:
         """Gathers the unit of ``p`` inside a step, until its backward is over (collective)."""
@@ -207,85 +211,78 @@ class Store(Protocol):
         ``aliases``: ``result`` may share their memory."""
 
 
-class _Place(NamedTuple):
-    """A tensor's layout in memory, with a weak reference to its storage."""
+class Views:
+    """Views of full parameters that user code still holds when the parameters are closed or dropped.
 
-    ref: StorageWeakRef
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
+    The memory is left to the views, with the values of that moment. They may be read. A view that is still held an
+    optimizer step later causes a warning, because it does not follow the training. A write to a view from an earlier
+    part of the same step would be lost, so it is an error.
 
-    def tensor(self) -> Tensor | None:
-        """Returns a tensor in that memory; ``None`` if the memory was freed."""
-        storage = storage_behind(self.ref)
-        if storage is None:
-            return None
-        made = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return made.set_(storage, self.offset, self.size, self.stride)
-
-
-class Memories:
-    """Full memory of closed tensors to which user code may hold views. ``key`` and ``slot`` identify the tensor.
-
-    Attributes:
-        kept: Storage -> key, slot, and a function that tells whether the memory is unused.
+    Args:
+        names: ``id`` of each user parameter -> its name.
     """
 
-    def __init__(self) -> None:
-        self.kept: dict[int, tuple[int, int, Callable[[], bool]]] = {}
-        self._places: dict[tuple[int, int], _Place] = {}
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+        # Taken since the parameter was gathered, by its id. An alias has the memory and the version of a view.
+        self._with_graph: dict[int, list[weakref.ref[Tensor]]] = {}
+        self._aliases: dict[int, list[Tensor]] = {}
+        self._left: list[tuple[str, StorageWeakRef, list[tuple[Tensor, int]]]] = []  # since the last step
+        self._older: list[tuple[str, StorageWeakRef]] = []  # from the step before
+        self._has_warned = False
 
-    def __bool__(self) -> bool:
-        return bool(self.kept)
+    def take(self, p: Tensor, result: Any) -> None:
+        """Records ``result``, the result of a call that may be a view of the full ``p``."""
+        for view in tensors_in((result,)):
+            if view.requires_grad:
+                self._with_graph.setdefault(id(p), []).append(weakref.ref(view))
+            else:
+                self._aliases.setdefault(id(p), []).append(view.detach())
 
-    def keep(self, key: int, slot: int, tensor: Tensor, is_free: Callable[[], bool] | None = None) -> None:
-        """Records the memory of ``tensor``. ``is_free`` tells whether no view is left, and then releases the memory; by
-        default the memory is unused when its storage was freed."""
-        self.forget(key, slot)
-        ref = StorageWeakRef(tensor.untyped_storage())
-        self.kept[ref.cdata] = key, slot, is_free or ref.expired
-        self._places[key, slot] = _Place(
-            ref, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
-        )
+    def forget(self, p: Tensor) -> None:
+        """Forgets the views that were taken of ``p``."""
+        self._with_graph.pop(id(p), None)
+        self._aliases.pop(id(p), None)
 
-    def forget(self, key: int, slot: int) -> None:
-        """Removes the record of that memory."""
-        if (place := self._places.pop((key, slot), None)) is not None:
-            self.kept.pop(place.ref.cdata, None)
+    def leave_in_step(self, p: Tensor, memory: Callable[[], tuple[Any, int]]) -> bool:
+        """As :meth:`leave`, for a ``p`` that is about to be dropped, whose memory graphs hold as well."""
+        return (id(p) in self._with_graph or id(p) in self._aliases) and self.leave(p, *memory())
 
-    def again(self, key: int, slot: int) -> Tensor | None:
-        """Returns a tensor in that memory, if the memory still exists."""
-        place = self._places.get((key, slot))
-        return None if place is None else place.tensor()
+    def are_held(self, p: Tensor, num_others: int) -> bool:
+        """Whether user code holds the memory of ``p``, in which ``num_others`` tensors are not the engine's own."""
+        in_graph = sum(map(is_in_graph_alone, self._with_graph.get(id(p), ())))
+        return num_others - len(self._aliases.get(id(p), ())) > in_graph
 
-    def is_of(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Key and slot of the memory that ``tensor`` shares; ``None`` for other memory."""
-        try:
-            with DisableTorchFunctionSubclass():
-                if tensor.layout != torch.strided:
-                    return None
-                found = self.kept.get(storage_key(tensor.untyped_storage()))
-        except RuntimeError:  # no memory of its own: inside a transform of torch.func
-            return None
-        return None if found is None else found[:2]
+    def leave(self, p: Tensor, storage: Any, num_others: int) -> bool:
+        """Leaves ``storage``, the memory of ``p``, to user code that holds it; returns whether any does.
 
-    def behind(self, tensor: Tensor) -> int | None:
-        """The key of the memory that ``tensor`` shares; ``None`` for other memory."""
-        found = self.is_of(tensor)
-        return None if found is None else found[0]
+        ``num_others`` is the number of tensors in it that are not the engine's own.
+        """
+        if is_held := self.are_held(p, num_others):
+            versions = [(alias, version_of(alias)) for alias in self._aliases.get(id(p), ())]
+            self._left.append((self._names.get(id(p), "?"), StorageWeakRef(storage), versions))
+        self.forget(p)
+        return is_held
 
-    def held(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Yields key, slot and a tensor in the memory, for all memory that still exists."""
-        for (key, slot), place in self._places.items():
-            if (tensor := place.tensor()) is not None:
-                yield key, slot, tensor
+    def settle(self) -> None:
+        """Checks the memory left to views, before an optimizer steps.
 
-    def prune(self) -> None:
-        """Removes the records of unused memory."""
-        for key, slot, is_free in list(self.kept.values()):
-            if is_free():
-                self.forget(key, slot)
+        Raises:
+            RuntimeError: If one was written to.
+        """
+        held = [name for name, memory in self._older if not memory.expired()]
+        for name, _, aliases in self._left:
+            if any(version_of(alias) != version for alias, version in aliases):
+                raise RuntimeError(
+                    f"parameter {name!r} or a view of it (.data, detach(), a slice) was written to after the hook, or"
+                    " the forward of the unit, in which the view was taken. Since then the view has memory of its own:"
+                    " take it again, or clone() it."
+                )
+        self._older = [(name, memory) for name, memory, _ in self._left]
+        self._left.clear()
+        if held and not self._has_warned:
+            self._has_warned = True
+            warn_of_views(held)
 
 
 class _Open(NamedTuple):
@@ -306,7 +303,6 @@ class Residency:
         store: The engine's store.
         is_between: Whether no step is in progress.
         meeting: The barrier of the ranks; ``None`` with one rank or outside of a run.
-        memories: Closed memory, shared with the store.
         budget_bytes: See :func:`budget_bytes`.
     """
 
@@ -315,11 +311,9 @@ class Residency:
         store: Store,
         is_between: Callable[[], bool] = lambda: True,
         barrier: Barrier | None = None,
-        memories: Memories | None = None,
         budget_bytes: int = BUDGET_BYTES,
     ) -> None:
         self._store, self._is_between, self._barrier = store, is_between, barrier
-        self._memories = Memories() if memories is None else memories
         self._budget_bytes = budget_bytes
         self._open: dict[int, _Open] = {}  # in the order of opening
         self._dumps = self._is_together = False
@@ -338,9 +332,6 @@ class Residency:
         """Closes all keys."""
         while self._open:
             self.close(next(iter(self._open)))
-        if self._memories:
-            with DisableTorchFunction():
-                self._memories.prune()
 
     def close(self, key: int) -> None:
         """Closes ``key``, if it is open."""
@@ -392,16 +383,8 @@ class Residency:
         finally:
             self._dumps = False
 
-    def held(self) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of a tensor in memory that user code holds, and the parameter to which the memory belongs."""
-        return [
-            (place, self._store.parameters(key)[slot])
-            for key, slot, place in self._memories.held()
-            if self._store.parameters(key)
-        ]
-
     def touch(self, tensors: Iterable[Any], brings: bool = False) -> None:
-        """Opens parameters, gradients, states and views of them among ``tensors``. With ``brings``, inside a step,
+        """Opens parameters, gradients and states among ``tensors``. With ``brings``, inside a step,
         parameters stay gathered until the backward is over."""
         keys: dict[int, None] = {}
         away: list[Tensor] = []
@@ -455,7 +438,8 @@ class Residency:
         for key, each in list(self._open.items()):
             if total <= self._budget_bytes:
                 return
-            if key not in keys:  # the current call needs those, whatever the budget
+            # The current call needs its keys whatever the budget, and closing held memory would free nothing.
+            if key not in keys and not self._store.is_held(key):
                 self.close(key)
                 total -= each.nbytes
 
@@ -463,7 +447,7 @@ class Residency:
 
     def passes(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> bool:
         """Whether a call has nothing to do with parameters, as far as a look at its arguments' types shows."""
-        return not kwargs and not self._memories and _PLAIN.issuperset(map(type, args)) and func not in _WATCHED
+        return not kwargs and _PLAIN.issuperset(map(type, args)) and func not in _WATCHED
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs ``func(*args, **kwargs)``, a call in user code, on open tensors."""
@@ -633,15 +617,14 @@ class Residency:
         self, values: Iterable[Any], keys: dict[int, None], away: list[Tensor], sharded: list[DTensor]
     ) -> list[Tensor]:
         """Returns the user's parameters among ``values``. Adds resharded ones to ``away``, states to ``sharded``, and
-        the keys of states, gradients and their views to ``keys``."""
-        own, memories, store = self._store.own, self._memories, self._store
+        the keys of states and gradients to ``keys``."""
+        own, store = self._store.own, self._store
         found: list[Tensor] = []
         for value in values:
             kind = type(value)
             if kind is Tensor:
-                if memories and (key := memories.behind(value)) is not None:
-                    self._look_behind(key, keys, away)
-            elif id(value) in own:
+                continue
+            if id(value) in own:
                 found.append(value)
                 if not store.is_there(value):
                     away.append(value)
@@ -655,24 +638,9 @@ class Residency:
                     keys[key] = None
             elif isinstance(value, Resharded):
                 keys[value.key] = None
-            elif isinstance(value, Tensor) and memories and (key := memories.behind(value)) is not None:
-                self._look_behind(key, keys, away)
             elif isinstance(value, (list, tuple)):
                 found += self._look_at(value, keys, away, sharded)
         return found
-
-    def _look_behind(self, key: int, keys: dict[int, None], away: list[Tensor]) -> None:
-        """Handles a touched view of a tensor of ``key``."""
-        params = self._store.parameters(key)
-        if not self._store.own:  # all parameters are full
-            return
-        if not params:
-            keys[key] = None
-        elif self._store.is_there(params[0]):
-            for p in params:
-                self._store.written(p)
-        else:
-            away.append(params[0])
 
     def computed(self, params: Sequence[Tensor], result: Any, func: Any = None, first: Any = None) -> None:
         """Has the backward of ``result``, which was computed from ``params``, open them again if they are closed by
@@ -719,6 +687,9 @@ class _NoParameters:
 
     def gather(self, key: int) -> list[Tensor]:
         return [gathered(self._shards[key]).clone()]
+
+    def is_held(self, key: int) -> bool:
+        return users_of(self._full[key].untyped_storage()) > 1
 
     def open(self, key: int, values: list[Tensor]) -> list[Tensor]:
         self._full = {**getattr(self, "_full", {}), key: values[0]}

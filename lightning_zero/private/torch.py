@@ -21,7 +21,6 @@ import torch._functorch.eager_transforms
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -42,7 +41,6 @@ TORCH = Library(
         Needed("torch:_C._EnableTorchFunction"),
         Needed("torch:_C._storage_Use_Count"),
         Needed("torch:Tensor._use_count"),
-        Needed("torch:UntypedStorage._new_with_weak_ptr"),
         Needed("torch:_C._disabled_torch_function_impl"),
         Needed("torch:_C._are_functorch_transforms_active"),
         Needed("torch:Tensor._version"),
@@ -168,12 +166,6 @@ without duplicates."""
 storage_key: Callable[[Any], int] = attrgetter("_cdata")
 """Identity of a storage, with or without memory; ``data_ptr`` is 0 for every storage without memory. The key is unique
 while a ``torch.multiprocessing.reductions.StorageWeakRef`` to the storage is alive."""
-
-
-def storage_behind(alive: StorageWeakRef) -> torch.UntypedStorage | None:
-    """Returns the storage that ``alive`` refers to, or ``None`` if it is freed. The class itself cannot return it;
-    ``torch.multiprocessing.reductions.storage_from_cache`` does the same as this."""
-    return torch.UntypedStorage._new_with_weak_ptr(alive.cdata)
 
 
 def users_of(storage: Any) -> int:

@@ -6,6 +6,7 @@ Each read and write runs on every rank on a parameter of 5 x 3 elements in two u
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -170,6 +171,57 @@ DEEPSPEED = {"engine": "deepspeed"}
 )
 def test_hooks_touch_parameters_as_if_they_were_plain(ranks2, settings: dict[str, Any]) -> None:
     assert ranks2(_touch, settings) == [[], []]
+
+
+class KeepsViews(zoo.Zoo):
+    """Keeps views of a weight from a hook on, and compares them with the values of that time after each step."""
+
+    def on_train_start(self) -> None:
+        weight = self.net.head.weight
+        self.views, self.at_first = (weight.data, weight.T), weight.detach().clone()
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        data, transposed = self.views
+        same = torch.equal(data, self.at_first) and torch.equal(transposed, self.at_first.T)
+        self.extra[f"same {len(self.losses)}"] = same
+
+
+class WritesLate(zoo.Zoo):
+    """Writes to a view of a block's weight when the block has run."""
+
+    def loss(self, batch: Any) -> Tensor:
+        view = self.net.blocks[0].up.weight.data
+        loss = super().loss(batch)
+        view.mul_(0.5)
+        return loss
+
+
+def _keep_views(kind: Any, settings: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    module, trainer = kind(), zoo.make_trainer(settings, max_steps=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(zoo.RandomDataset(), zoo.BATCH))
+    return module.extra, [str(each.message) for each in caught if "Views of parameters" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"stage": 2, **zoo.BLOCKS}, {"stage": 3, **zoo.BLOCKS}, {"stage": 3, **DEEPSPEED}], ids=str
+)
+def test_a_view_that_is_kept_has_the_values_of_its_time_and_a_warning_says_so(ranks2, settings) -> None:
+    (extra, warned), _ = ranks2(_keep_views, KeepsViews, settings)
+    assert all(extra.values())
+    assert len(extra) == 3
+    assert ["'net.head.weight'" in each for each in warned] == [True]
+
+
+def _write_late(settings: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"parameter 'net\.blocks\.0\.up\.weight' or a view of it"):
+        _keep_views(WritesLate, settings)
+
+
+def test_a_write_to_a_view_after_its_block_has_run_is_an_error(ranks2) -> None:
+    """DeepSpeed's stage 3 keeps such a parameter until the step ends."""
+    ranks2(_write_late, {"stage": 3, **zoo.BLOCKS})
 
 
 def _loop_over_all(settings: dict[str, Any], budget_bytes: int) -> tuple[int, int]:

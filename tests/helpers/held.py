@@ -196,95 +196,6 @@ class Saves(Zoo):
         assert all(torch.equal(value, state[name.removeprefix("student.")]) for name, value in prefixed.items())
 
 
-class HeldStateDict(Zoo):
-    """A ``state_dict()`` and a view that are taken once and read in later hooks and steps, saved, and copied: under DDP
-    they go on showing the parameters."""
-
-    def build(self) -> None:
-        super().build()
-        self.state: Any = {}
-
-    def on_train_start(self) -> None:
-        self.state.update(self.net.state_dict())
-        self.state["flat"] = self.net.head.weight.detach().view(-1)[3:]
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) * (1 + self.state["stem.weight"].norm() if self.state else 1.0)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        with torch.no_grad():
-            self.net.head.weight.mul_(0.99)
-        file = io.BytesIO()
-        torch.save(self.state if batch_idx % 2 else copy.deepcopy(self.state), file)
-        file.seek(0)
-        step = len(self.losses)
-        self.extra |= {f"saved {step}/{name}": value.detach() for name, value in torch.load(file).items()}
-        self.extra |= {f"held {step}/{name}": full(value) for name, value in self.state.items()}
-
-    def on_fit_end(self) -> None:
-        self.extra |= {f"after/{name}": full(value) for name, value in self.state.items()}
-
-
-class HeldFromStep(Zoo):
-    """Views of parameters that the first step takes, inside a block and outside, and that later hooks and steps read
-    and write to: in the step before the block has run and after it, between forward and backward, and between steps."""
-
-    TAKE: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {
-        "data": lambda p: p.data,
-        "detach": lambda p: p.detach().view(-1)[1:],
-        "no_grad": lambda p: p.T,
-        "part": lambda p: p.detach()[1],
-        "part_of_data": lambda p: p.data.T[1:].chunk(2)[0],
-        "part_of_part": lambda p: p.view(-1)[2:].unflatten(0, (2, -1))[1],
-    }
-
-    def build(self) -> None:
-        self.net = Net(num_blocks=len(self.TAKE))
-        self.held: Any = {}
-        for how, block in zip(self.TAKE, self.net.blocks, strict=True):
-            block.register_forward_hook(partial(self.take_up, how))
-        self.others = dict(zip(self.TAKE, (self.net.stem, self.net.head, self.net.blocks[0].down), strict=False))
-
-    def take_up(self, how: str, block: Any, args: Any, output: Any) -> None:
-        self.take(how, "up", block.up.weight)
-
-    def take(self, how: str, name: str, p: Tensor) -> None:
-        if f"{name} {how}" not in self.held and torch.is_grad_enabled():
-            with torch.no_grad():
-                self.held[f"{name} {how}"] = self.TAKE[how](p)
-
-    def norms(self) -> Tensor:
-        return sum((value.detach().norm() for value in self.held.values()), torch.zeros(()))
-
-    def loss(self, batch: Any) -> Tensor:
-        for how, layer in self.others.items():
-            self.take(how, "other", layer.weight)
-        if len(self.losses) % 3 == 2:
-            with torch.no_grad():
-                for value in self.held.values():
-                    value.mul_(1.02)
-        before = self.norms()
-        loss = super().loss(batch) * (1 + 0.1 * before)
-        (beside,) = (self.held[name].detach() for name in self.held if name.startswith("other detach"))
-        loss = loss + 0.1 * (beside * self.net.stem.weight.view(-1)[: beside.numel()]).sum()
-        return loss * (1 + 0.1 * self.norms())
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        self.extra[f"before backward {len(self.losses)}"] = self.norms()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        step = len(self.losses)
-        self.extra |= {f"{step}/{name}": full(value) for name, value in self.held.items()}
-        with torch.no_grad():
-            for value in self.held.values() if batch_idx % 2 else ():
-                value.mul_(0.97)
-        self.extra |= {f"written {step}/{name}": full(value) for name, value in self.held.items()}
-        self.extra[f"sums {step}"] = torch.stack([p.detach().sum() for p in self.parameters()])
-
-    def on_fit_end(self) -> None:
-        self.extra |= {f"after/{name}": full(value) for name, value in self.held.items()}
-
-
 class ViewsAfterTheirBlock(Zoo):
     """Each block keeps another view of its own weight, with gradients, and the loss has a penalty of them."""
 
@@ -632,12 +543,6 @@ class Histograms(Zoo):
         self.look("step")
 
 
-def _pruning(**options: Any) -> Any:
-    from lightning.pytorch.callbacks import ModelPruning
-
-    return lambda: [ModelPruning("l1_unstructured", amount=0.2, **options)]
-
-
 HELD: dict[str, Kind] = {
     "attributes_on_parameters": Kind(module=_of(Marked)),
     "optimizer_made_in_init": Kind(module=_of(MadeEarly)),
@@ -646,9 +551,7 @@ HELD: dict[str, Kind] = {
     "types_of_layers": Kind(module=_of(ByType), reference=UNUSED),
     "deepcopy_in_hooks": Kind(module=_of(Copies), dataset=longer),
     "saved_in_hooks": Kind(module=_of(Saves)),
-    "state_dict_held": Kind(module=_of(HeldStateDict)),
     "views_used_after_their_block": Kind(module=_of(ViewsAfterTheirBlock), validates=True),
-    "views_held_and_written_in_steps": Kind(module=_of(HeldFromStep)),
     "grad_of_parameters": Kind(module=_of(AutogradGrad), reference=UNUSED),
     "maml": Kind(module=_of(Maml), reference=UNUSED),
     "transforms_through_units": Kind(
@@ -668,7 +571,6 @@ HELD: dict[str, Kind] = {
     "backward_overridden": Kind(module=_of(OwnBackward)),
     "samples_in_inference_mode": Kind(module=_of(SamplesInInferenceMode), validates=True),
     "partial_forward": Kind(module=_of(PartialForward), dataset=longer, validates=True),
-    "lottery_ticket": Kind(module=_of(SameOnAllRanks), callbacks=_pruning(), max_epochs=3),
     "averaged_by_swa": Kind(
         module=_of(AveragedByCallback),
         max_epochs=3,

@@ -65,7 +65,7 @@ from lightning_zero.engines.refusals import (
     refuse_tracing,
     refuse_transforms,
 )
-from lightning_zero.engines.residency import Memories
+from lightning_zero.engines.residency import Views
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     EnableTorchFunction,
@@ -151,12 +151,13 @@ class DeepSpeedEngine(Engine):
         self.end_window(waits=False)
 
     def _begin_residency(self) -> None:
-        params, memories = self._params, Memories()
+        params = self._params
+        self._views = Views({id(p): name for name, p in params.named.items()})
         self._gradients = Gradients(params, self._under_way, self._reductions)
         self._store = DeepSpeedStore(
-            params, self._under_way, memories, self._gradients, self.backward, self._order.gathers
+            params, self._under_way, self._views, self._gradients, self.backward, self._order.gathers
         )
-        self.reside(self._store, self._under_way.is_between, memories)
+        self.reside(self._store, self._under_way.is_between)
         self._store.residency = self.residency
 
     def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:
@@ -331,6 +332,7 @@ class DeepSpeedEngine(Engine):
         self.end_window(self.hooks.before_step)
         self._release_kept()
         self._store_writes()
+        self._views.settle()
 
     def _release_kept(self) -> None:
         """Reshards parameters that were gathered for the rest of a step, and stores what user code wrote to them."""
@@ -400,7 +402,6 @@ class DeepSpeedEngine(Engine):
             values = self._full.values_afterwards() if full else {}
             self._full.leave_states(self._optimizers, self._store.known_state, self.failed)
             leave_states(self._optimizers, full and self.config.after_fit == "whole")
-            held = self.residency.held() if full else []
             if self._stage3 and not full:
                 self._full.leave_parameters(self.failed)
             self._take_off()
@@ -408,8 +409,6 @@ class DeepSpeedEngine(Engine):
                 p.grad = None
             for p, value in values.items():
                 p.data = value
-            for place, p in held:
-                place.copy_(p)
 
     def _take_off(self) -> None:
         """Detaches DeepSpeed from the module and the optimizers, and drops its memory."""

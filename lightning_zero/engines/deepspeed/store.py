@@ -26,11 +26,9 @@ from lightning_zero.engines.deepspeed.gradients import Gradients
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
 from lightning_zero.engines.refusals import require_shape
-from lightning_zero.engines.residency import Memories, Resharded, Residency
-from lightning_zero.engines.torch_functions import tensors_in
+from lightning_zero.engines.residency import Resharded, Residency, Views
 from lightning_zero.private.torch import (
     DisableTorchFunction,
-    is_in_graph_alone,
     set_data,
     storage_key,
     users_of,
@@ -57,6 +55,7 @@ class DeepSpeedStore:
         params: The module's parameters, with masters and gradients once an optimizer is attached.
         under_way: The engine's current activities.
         backward: The engine's ``backward``, for a backward that user code starts inside a step.
+        views: Memory left to views.
         before_bring: Called before a parameter is gathered in a step.
     """
 
@@ -68,13 +67,13 @@ class DeepSpeedStore:
         self,
         params: Parameters,
         under_way: UnderWay,
-        memories: Memories,
+        views: Views,
         gradients: Gradients,
         backward: Callable[[Callable[[], None]], None],
         before_bring: Callable[[Tensor], None],
     ) -> None:
         self.hides_shapes = self._stage3 = params.stage3
-        self._memories = memories
+        self._views = views
         self._params: list[Any] = list(params.held)
         self._own: dict[int, int] = {id(p): key for key, p in enumerate(params.held)}  # id of a parameter -> its key
         self._homes: dict[int, Tensor] = {}  # key -> DeepSpeed's memory of a parameter that lies in a spot
@@ -83,7 +82,6 @@ class DeepSpeedStore:
         self._backward, self._before_bring = backward, before_bring
         self._versions: dict[int, int] = {}  # key -> the parameter's version when it was last stored
         self._maybe_written: set[int] = set()  # keys of writes that a version does not show
-        self._taken: dict[int, list[weakref.ref[Tensor]]] = {}  # key -> views taken inside a step
         self._buffers: dict[int, tuple[Any, int]] = {}  # stages 1 and 2: each buffer and its number of users
         self._states: Any = WeakIdKeyDictionary()  # the full tensor that users see -> State
         self._states_by_key: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -174,20 +172,17 @@ class DeepSpeedStore:
         if key >= len(self._params):
             self._states_by_key[key].open(values[0])
             return []
-        p, value = self._params[key], values[0]
-        spot = self._memories.again(key, 0)
-        if spot is not None:
-            self._move(key, p, spot)
-            spot.copy_(value)
-        elif not self.is_here(key):
-            set_data(p, value)
+        if not self.is_here(key):
+            set_data(self._params[key], values[0])
         return []
 
-    def _move(self, key: int, p: Tensor, spot: Tensor) -> None:
-        """Puts ``p`` into ``spot``, until :meth:`_leave`. Does not copy values."""
-        if self.is_here(key) and key not in self._homes:
-            self._homes[key] = p.data
-        set_data(p, spot)
+    def is_held(self, key: int) -> bool:
+        if key < len(self._params):
+            p = self._params[key]
+            in_place = self.is_here(key) and key not in self._homes
+            return not in_place and self._views.are_held(p, users_of(p.untyped_storage()) - 1)
+        full = self._states_by_key.get(key)
+        return full is not None and users_of(full.untyped_storage()) > 1
 
     def close(self, key: int) -> None:
         if key < len(self._params):
@@ -201,8 +196,6 @@ class DeepSpeedStore:
         _, p, piece = self._states[full]
         if shards is not None:
             piece.copy_(shards.cut(p, full))
-        if users_of(full.untyped_storage()) > 1:
-            self._memories.keep(key, 0, full)
         Resharded.close(full, key, self.residency)
 
     def _leave(self, key: int, p: Any) -> None:
@@ -215,7 +208,8 @@ class DeepSpeedStore:
             return
         else:
             private.empty(p)
-        self._memories.keep(key, 0, place)
+        storage = place.untyped_storage()
+        self._views.leave(p, storage, users_of(storage) - 1)
 
     # -- states --------------------------------------------------------------------------------------------------
 
@@ -284,15 +278,14 @@ class DeepSpeedStore:
     def written(self, p: Tensor) -> None:
         if not self._under_way.is_between() and Phase.BACKWARD not in self._under_way:
             self._maybe_written.add(self._own[id(p)])
-            with torch.no_grad(), DisableTorchFunction():
-                self._go_where_it_is_held(p)
 
     # -- memory that user code holds -----------------------------------------------------------------------------
 
     def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
         if aliases and self._stage3 and Phase.BACKWARD not in self._under_way:
-            for p in params:
-                self._taken.setdefault(self._own[id(p)], []).extend(map(weakref.ref, tensors_in((result,))))
+            with DisableTorchFunction():
+                for p in params:
+                    self._views.take(p, result)
         if first is None and self._stage3:  # a compiled graph, whose backward computes with the parameters themselves
             for p in params:
                 self.bring(p)
@@ -303,17 +296,8 @@ class DeepSpeedStore:
         self.residency.close(key)
         if self._is_written(key, p) or _is_numpys(p.untyped_storage()):
             self._store(p)
-        taken = self._taken.pop(key, None) if self._taken else None
-        if self._homes.pop(key, None) is not None or (taken is not None and _is_held(p, taken)):
-            self._memories.keep(key, 0, p.data)
-
-    def _go_where_it_is_held(self, p: Tensor) -> None:
-        """Moves ``p`` into memory of it that user code holds, so that views and parameter share values."""
-        key = self._own[id(p)]
-        spot = self._memories.again(key, 0)
-        if spot is not None and _memory(spot) != _memory(p):
-            spot.copy_(p)
-            self._move(key, p, spot)
+        self._homes.pop(key, None)
+        self._views.leave_in_step(p, lambda: (p.untyped_storage(), users_of(p.untyped_storage()) - 1))
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -321,7 +305,6 @@ class DeepSpeedStore:
         self._before_bring(p)
         private.keep(p)
         self.is_keeping = True
-        self._go_where_it_is_held(p)
 
     def grad_of(self, p: Tensor) -> Tensor | None:
         key = len(self._params) + self._own[id(p)]
@@ -352,6 +335,8 @@ class DeepSpeedStore:
         if self.is_here(key):
             alive = [each for each in self._aliases.get(key, ()) if each() is not None]
             self._aliases[key] = [*alive, weakref.ref(alias)]
+        elif self._under_way.is_between():
+            self._views.take(p, alias)
 
     def assign_data(self, p: Tensor, value: Tensor) -> None:
         require_shape("data", p, value)
@@ -363,8 +348,7 @@ class DeepSpeedStore:
                 if (alias := each()) is not None and _memory(alias) == _memory(p):  # an alias keeps the old values
                     set_data(alias, alias.clone())
             self._homes[key] = p.data
-        self._memories.forget(key, 0)
-        if self._memories.is_of(value) is not None or any(_memory(value) == _memory(each) for each in self._params):
+        if any(_memory(value) == _memory(each) for each in self._params):
             value = value.clone()  # value lies in another parameter's memory, which DeepSpeed may free
         set_data(p, value.detach())
         self.written(p)
@@ -392,9 +376,3 @@ def _is_numpys(memory: Any) -> bool:
 def _lie_alike(a: Tensor, b: Tensor) -> bool:
     same = _memory(a) == _memory(b)
     return same and a.storage_offset() == b.storage_offset() and a.stride() == b.stride()
-
-
-def _is_held(p: Tensor, taken: Sequence[weakref.ref[Tensor]]) -> bool:
-    """Whether user code holds the memory of ``p``: it has more users than ``p`` and the views that only graphs hold."""
-    in_graph = sum(map(is_in_graph_alone, taken))
-    return users_of(p.untyped_storage()) - 1 > in_graph

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_zero.comm.shards import gathered, mesh_device, shard_like
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.refusals import refuse_gradients_in_backward, require_shape
-from lightning_zero.engines.residency import Memories, Resharded, Residency, store_rows
+from lightning_zero.engines.residency import Resharded, Residency, store_rows
 from lightning_zero.private.torch import DisableTorchFunction, in_backward, users_of
 
 KEPT_BYTES = 32 << 20
@@ -191,16 +191,20 @@ class AssignedGradients:
         for (p, grad), value in zip(self.sharded(group), values, strict=True):
             self._full_of(p, grad, key).open(value)
 
-    def close(self, group: private.Group, memories: Memories, key: int) -> None:
+    def close(self, group: private.Group) -> None:
         """Store each rank's rows of the full gradients in the sharded ones, and free the full ones."""
-        for slot, (p, grad) in enumerate(self.sharded(group)):
-            read = self._read.get(id(p.sharded_param))
-            if read is None or read.grad is not grad or not read.is_open:
-                continue
-            store_rows(read.full, grad)
-            if users_of(read.full.untyped_storage()) > 1:
-                memories.keep(key, slot, read.full)
+        for read in self._open_reads(group):
+            assert read.grad is not None
+            store_rows(read.full, read.grad)
             read.close()
+
+    def are_held(self, group: private.Group) -> bool:
+        """Whether user code holds a full gradient of ``group``, or a view of one."""
+        return any(read.is_held or users_of(read.full.untyped_storage()) > 1 for read in self._open_reads(group))
+
+    def _open_reads(self, group: private.Group) -> list[_Read]:
+        found = ((grad, self._read.get(id(p.sharded_param))) for p, grad in self.sharded(group))
+        return [read for grad, read in found if read is not None and read.grad is grad and read.is_open]
 
     # -- gradients that are assigned -----------------------------------------------------------------------------
 

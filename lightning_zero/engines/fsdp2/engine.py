@@ -106,7 +106,7 @@ from lightning_zero.engines.refusals import (
     refuse_tracing,
     refuse_transforms,
 )
-from lightning_zero.engines.residency import Memories
+from lightning_zero.engines.residency import Views
 from lightning_zero.engines.torch_functions import tensors_in
 from lightning_zero.private.torch import (
     DisableTorchFunction,
@@ -188,14 +188,14 @@ class Fsdp2Engine(Engine):
         """Set up the objects that gather parameters, gradients and states when user code touches them."""
         in_backward, accumulates = lambda: self._phase is Phase.BACKWARD, lambda: self._is_accumulating
         self._assigned = AssignedGradients(self.config.stage, accumulates, in_backward)
-        self._writes = Writes(self._groups, self.shards_change, self.shards_have_changed)
-        memories = Memories()
-        names: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
-        store = Fsdp2Store(self._identity.own, self._groups, self._assigned, self._writes, memories, names, self)
-        self._store = store
-        self.reside(store, lambda: self._phase is Phase.BETWEEN, memories)
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        self._views = Views(names)
+        self._writes = Writes(self._groups, self._views, self.shards_change, self.shards_have_changed)
+        self._store = Fsdp2Store(
+            self._identity.own, self._groups, self._assigned, self._writes, self._views, names, self
+        )
+        self.reside(self._store, lambda: self._phase is Phase.BETWEEN)
         self._assigned.residency = self.residency
-        self._writes.keep = store.keep_home
         self._drops_after_forward = self.config.stage == 3
         self._other_paths = OtherPaths(sharded.units, self._identity, self._is_in_step)
 
@@ -254,7 +254,9 @@ class Fsdp2Engine(Engine):
 
     def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
         if aliases:
-            self._writes.views_are_taken(params, result, self._identity.own)
+            with DisableTorchFunction():
+                for p in params:
+                    self._views.take(p, result)
         if self._drops_after_forward and torch.is_grad_enabled():
             nodes = [t.grad_fn for t in tensors_in((result,)) if t.grad_fn is not None]
             if nodes:
@@ -489,6 +491,7 @@ class Fsdp2Engine(Engine):
                 self._after_backward(deferred=False)
             self._assigned.settle()
             self.reshard()
+            self._views.settle()
             wait_for_host_copies(self.shards_device, self.device)
 
     def _begin_full(self) -> None:
@@ -567,10 +570,7 @@ class Fsdp2Engine(Engine):
             self._drop_gathered()
             if full:
                 self._transport.await_readers()
-                held = self.residency.held()
                 self._identity.release(lambda shard: to_host(gathered(shard)))
-                for place, p in held:
-                    place.copy_(p)
             else:  # no collectives: after an error other ranks may be gone
                 self._identity.release(None)
             self._copies.undo()

@@ -313,6 +313,36 @@ class Home(NamedTuple):
     group: Group
     param: ShardedParam
 
+    def free(self) -> None:
+        """Free the memory of a resharded parameter, which nobody holds."""
+        if not is_resizable(self.param):
+            self.leave()
+        self.param.free_unsharded_param()
+
+    def leave(self) -> None:
+        """Leave the memory to its holders; the parameter gets a new home, without values."""
+        group, p = self
+        output, full = p.all_gather_outputs[0], p._unsharded_param
+        lay_there = storage_key(full.untyped_storage()) == storage_key(output.untyped_storage())
+        set_data(output, torch.empty_like(output))
+        set_data(p.home, output.as_strided(p._orig_size, p._contiguous_orig_stride))
+        if lay_there:
+            go_home(p, full)
+        group.__dict__.pop("parts_of_outputs", None)
+        if is_away(p):
+            p.free_unsharded_param()
+
+    def users(self) -> tuple[Any, int]:
+        """Return the storage, and the number of tensors in it that are not the engine's own."""
+        group, p = self
+        storage = p.all_gather_outputs[0].untyped_storage()
+        all_parts = group.__dict__.get("parts_of_outputs")
+        parts = () if all_parts is None else all_parts[group.fsdp_params.index(p)]
+        own = [*p.all_gather_outputs, p.home, p._unsharded_param, *parts]
+        own += [part._base for part in parts[:1]]  # a view keeps its base
+        keys = [storage_key(t.untyped_storage()) for t in {id(t): t for t in own if t is not None}.values()]
+        return storage, users_of(storage) - keys.count(storage_key(storage))
+
 
 def own_of(p: ShardedParam) -> Tensor:
     """Return the gathered parameter, which is the user's."""
@@ -326,11 +356,6 @@ def home_dtype(p: ShardedParam) -> torch.dtype:
     return dtype
 
 
-def home_key(p: ShardedParam) -> int:
-    """Return a key that identifies the storage into which the parameter is gathered."""
-    return storage_key(p.all_gather_outputs[0].untyped_storage())
-
-
 def fill_home(p: ShardedParam, values: Tensor) -> None:
     """Allocate the home of a resharded parameter and copy ``values`` into it, without counting this as a write."""
     p.alloc_all_gather_outputs()
@@ -338,66 +363,9 @@ def fill_home(p: ShardedParam, values: Tensor) -> None:
         p.home.copy_(values)
 
 
-def is_kept(p: ShardedParam) -> bool:
-    """Whether :func:`keep_memory` keeps the home allocated."""
-    return "free_unsharded_param" in vars(p)
-
-
-def keep_memory(p: ShardedParam) -> None:
-    """Keep the home allocated until :func:`give_memory_up`, through gathers and reshards."""
-    p.free_unsharded_param = _stay
-
-
-def give_memory_up(home: Home) -> None:
-    """Undo :func:`keep_memory`, when nobody holds a part of the home any more."""
-    p = home.param
-    if is_kept(p):
-        del p.free_unsharded_param
-        if is_away(p):
-            give_up(home)
-
-
-def give_up(home: Home) -> None:
-    """Free the home of a resharded parameter, unless it is kept."""
-    p = home.param
-    if not is_kept(p):
-        if not is_resizable(p):
-            _new_home(home)
-        p.free_unsharded_param()
-
-
 def is_resizable(p: ShardedParam) -> bool:
     """Whether the memory of the gathered copy can be freed; not once NumPy shares it."""
     return bool(p.all_gather_outputs[0].untyped_storage().resizable())
-
-
-def move_home(home: Home) -> None:
-    """Give the parameter a new home and place it there; the previous memory is left to its holders."""
-    _new_home(home)
-    give_memory_up(home)
-
-
-def _new_home(home: Home) -> None:
-    group, p = home
-    output, full = p.all_gather_outputs[0], p._unsharded_param
-    lay_there = storage_key(full.untyped_storage()) == storage_key(output.untyped_storage())
-    set_data(output, torch.empty_like(output))
-    set_data(p.home, output.as_strided(p._orig_size, p._contiguous_orig_stride))
-    if lay_there:
-        go_home(p, full)
-    group.__dict__.pop("parts_of_outputs", None)
-
-
-def others_in(home: Home) -> int:
-    """Return the number of tensors in the memory of the gathered copy that are not the engine's own."""
-    group, p = home
-    storage = p.all_gather_outputs[0].untyped_storage()
-    all_parts = group.__dict__.get("parts_of_outputs")
-    parts = () if all_parts is None else all_parts[group.fsdp_params.index(p)]
-    own = [*p.all_gather_outputs, p.home, p._unsharded_param, *parts]
-    own += [part._base for part in parts[:1]]  # a view keeps its base
-    keys = [storage_key(t.untyped_storage()) for t in {id(t): t for t in own if t is not None}.values()]
-    return users_of(storage) - keys.count(storage_key(storage))
 
 
 def register(p: ShardedParam, instead: Any) -> None:

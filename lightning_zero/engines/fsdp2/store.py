@@ -4,14 +4,12 @@ Let G be the number of ``fully_shard`` groups, in an order that all ranks share.
 gradients have the key ``G + g``, and the optimizers' states have keys from ``2 G`` on, in the optimizers' order.
 
 A parameter is opened in its *home*, the memory into which it is gathered in steps, if the home has the dtype of the
-shard. It is opened elsewhere in mixed precision, where the home has low precision. After ``p.data = x`` it is opened
-in ``x``, as long as somebody else holds ``x``.
+shard. It is opened elsewhere in mixed precision, where the home has low precision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -24,8 +22,8 @@ from lightning_zero.engines.fsdp2.assigned import AssignedGradients
 from lightning_zero.engines.fsdp2.writes import Writes
 from lightning_zero.engines.optimizer_family import family, states
 from lightning_zero.engines.refusals import require_shape
-from lightning_zero.engines.residency import Memories, store_rows
-from lightning_zero.private.torch import set_data, storage_key
+from lightning_zero.engines.residency import Views, store_rows
+from lightning_zero.private.torch import set_data, storage_key, users_of
 
 
 class Moments(Protocol):
@@ -59,7 +57,8 @@ class Fsdp2Store:
         groups: The groups of all units.
         gradients: Gradients as user code reads and assigns them.
         writes: Watches writes to gathered parameters.
-        names: The user's parameters -> their names.
+        views: Memory left to views.
+        names: ``id`` of each of the user's parameters -> its name.
     """
 
     hides_shapes = only_brings = False
@@ -70,14 +69,13 @@ class Fsdp2Store:
         groups: Sequence[private.Group],
         gradients: AssignedGradients,
         writes: Writes,
-        memories: Memories,
-        names: Mapping[Tensor, str],
+        views: Views,
+        names: Mapping[int, str],
         engine: Moments,
     ) -> None:
         self.own, self._groups, self._gradients, self._writes = own, groups, gradients, writes
-        self._memories, self._names, self._engine, self.used = memories, names, engine, engine.used
-        places = ((key, slot, p) for key, group in enumerate(groups) for slot, p in enumerate(group.fsdp_params))
-        self._slots = {id(p): (key, slot) for key, slot, p in places}
+        self._views, self._names, self._engine, self.used = views, names, engine, engine.used
+        self._keys = {id(p): key for key, group in enumerate(groups) for p in group.fsdp_params}
         self._elsewhere: set[int] = set()  # ids of ShardedParams whose parameter is currently outside its home
         self._states: list[DTensor] = []  # refreshed whenever a key is looked up
         self._full: dict[int, Tensor] = {}  # full tensors of open states, by key
@@ -85,7 +83,7 @@ class Fsdp2Store:
     # -- keys ----------------------------------------------------------------------------------------------------
 
     def key_of(self, p: Tensor) -> int:
-        return self._slots[id(self.own[id(p)])][0]
+        return self._keys[id(self.own[id(p)])]
 
     def parameters(self, key: int) -> Sequence[Tensor]:
         if key >= len(self._groups):
@@ -123,7 +121,7 @@ class Fsdp2Store:
         num = len(self._groups)
         if key >= 2 * num:
             return "an optimizer's state"
-        found = [self._names.get(private.own_of(p), "?") for p in self._groups[key % num].fsdp_params]
+        found = [self._names.get(id(private.own_of(p)), "?") for p in self._groups[key % num].fsdp_params]
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         what = f"parameter {found[0]!r}{more}"
         return what if key < num else f"the gradient of {what}"
@@ -150,72 +148,67 @@ class Fsdp2Store:
     def open(self, key: int, values: list[Tensor]) -> list[Tensor]:
         num = len(self._groups)
         if key < num:
-            for slot, (p, value) in enumerate(zip(self._groups[key].fsdp_params, values, strict=True)):
-                self._open_parameter(key, slot, p, value)
+            for p, value in zip(self._groups[key].fsdp_params, values, strict=True):
+                self._open_parameter(p, value)
             return []
         if key < 2 * num:
             self._gradients.open(self._groups[key - num], values, key)
             return []
-        self._full[key] = _in_memory(self._memories.again(key, 0), values[0], self._sharded(key))
+        self._full[key] = _apart(values[0], self._sharded(key))
         return [self._full[key]]
 
     def _sharded(self, key: int) -> DTensor:
         return self._states[key - 2 * len(self._groups)]
 
-    def _open_parameter(self, key: int, slot: int, p: private.ShardedParam, value: Tensor) -> None:
-        original = private.own_of(p)
-        at_home = private.home_dtype(p) == value.dtype
-        if at_home or private.is_kept(p):
+    def _open_parameter(self, p: private.ShardedParam, value: Tensor) -> None:
+        if private.home_dtype(p) == value.dtype:
             private.fill_home(p, value)
-        spot = self._memories.again(key, slot)
-        if spot is not None and storage_key(spot.untyped_storage()) == private.home_key(p):
-            spot = None
-        if spot is not None or not at_home:
-            set_data(original, _in_memory(spot, value, p.sharded_param))
+        else:
+            set_data(private.own_of(p), _apart(value, p.sharded_param))
             self._elsewhere.add(id(p))
+
+    def is_held(self, key: int) -> bool:
+        num = len(self._groups)
+        if key < num:
+            group = self._groups[key]
+            homes = [private.Home(group, p) for p in group.fsdp_params]
+            return any(self._views.are_held(private.own_of(home.param), self._users(home)[1]) for home in homes)
+        if key < 2 * num:
+            return self._gradients.are_held(self._groups[key - num])
+        return users_of(self._full[key].untyped_storage()) > 1
+
+    def _users(self, home: private.Home) -> tuple[Any, int]:
+        """Return the storage of a parameter, and the number of tensors in it that are not the engine's own."""
+        if id(home.param) not in self._elsewhere:
+            return home.users()
+        storage = private.own_of(home.param).untyped_storage()
+        return storage, users_of(storage) - 1
 
     def close(self, key: int) -> None:
         num = len(self._groups)
         if key < num:
             self._close_parameters(key)
         elif key < 2 * num:
-            self._gradients.close(self._groups[key - num], self._memories, key)
+            self._gradients.close(self._groups[key - num])
         else:
-            full, shard = self._full.pop(key), self._sharded(key)
-            store_rows(full, shard)
-            self._memories.keep(key, 0, full)
+            store_rows(self._full.pop(key), self._sharded(key))
 
     def _close_parameters(self, key: int) -> None:
         group = self._groups[key]
         self._engine.shards_change()
-        for slot, p in enumerate(group.fsdp_params):
-            original = private.own_of(p)
+        for p in group.fsdp_params:
+            original, home = private.own_of(p), private.Home(group, p)
             store_rows(original, p.sharded_param)
+            is_held = self._views.leave(original, *self._users(home))
             if id(p) in self._elsewhere:
                 self._elsewhere.discard(id(p))
-                place = original.detach()
                 private.go_home(p, original)
-                self._memories.keep(key, slot, place)
-            elif private.others_in(private.Home(group, p)) > 0:
-                self.keep_home(key, slot)
-                continue
-            private.give_up(private.Home(group, p))
+            elif is_held:
+                home.leave()
+            else:
+                home.free()
         self._writes.disregard(group)
         self._engine.shards_have_changed()
-
-    def keep_home(self, key: int, slot: int) -> None:
-        """Keep a parameter's home allocated, because user code holds a part of it."""
-        group = self._groups[key]
-        p = group.fsdp_params[slot]
-        private.keep_memory(p)
-        self._memories.keep(key, slot, private.own_of(p), partial(self._is_free, private.Home(group, p)))
-
-    @staticmethod
-    def _is_free(home: private.Home) -> bool:
-        if private.others_in(home) > 0:
-            return False
-        private.give_memory_up(home)
-        return True
 
     def bring(self, p: Tensor) -> None:
         key = self.key_of(p)
@@ -235,7 +228,7 @@ class Fsdp2Store:
         return run()
 
     def aliased(self, p: Tensor, alias: Tensor) -> None:
-        """Do nothing: each parameter has its own home, so an assignment can leave the home to ``alias``."""
+        self._views.take(p, alias)
 
     def before_collective(self, tensors: Sequence[Any]) -> None:
         self._gradients.before_collective(tensors)
@@ -245,19 +238,15 @@ class Fsdp2Store:
         require_shape("data", p, value)
         if _same_place(value, p):
             return
-        key, slot = self._slots[id(known)]
-        group = self._groups[key]
+        home = private.Home(self._groups[self.key_of(p)], known)
+        self._views.forget(p)
         if not private.is_away(known):
-            private.move_home(private.Home(group, known))  # views taken so far keep the previous values
-            self._memories.forget(key, slot)
+            home.leave()  # views taken so far keep the previous values
             p.detach().copy_(value)
             self._writes.data_is_taken(p)
             return
-        if id(known) not in self._elsewhere and private.others_in(private.Home(group, known)) > 0:
-            private.move_home(private.Home(group, known))
-        if self._memories.is_of(value) not in (None, (key, slot)):  # another parameter's
-            value = value.clone()
-        self._memories.forget(key, slot)
+        if id(known) not in self._elsewhere and home.users()[1] > 0:
+            home.leave()
         set_data(p, value.detach())
         self._elsewhere.add(id(known))
 
@@ -265,13 +254,10 @@ class Fsdp2Store:
         self._writes.data_is_taken(p)
 
 
-def _in_memory(spot: Tensor | None, value: Tensor, shard: DTensor) -> Tensor:
-    """Return ``value`` in the memory of ``spot`` if given, else in memory of its own."""
-    if spot is None:
-        is_shard = storage_key(value.untyped_storage()) == storage_key(local(shard).untyped_storage())
-        return value.clone() if is_shard else value
-    spot.copy_(value)
-    return spot
+def _apart(value: Tensor, shard: DTensor) -> Tensor:
+    """Return ``value``, in memory that is not the shard's: with one rank the gathered value is the shard."""
+    is_shard = storage_key(value.untyped_storage()) == storage_key(local(shard).untyped_storage())
+    return value.clone() if is_shard else value
 
 
 def _same_place(a: Tensor, b: Tensor) -> bool:

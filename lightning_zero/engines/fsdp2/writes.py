@@ -1,23 +1,15 @@
-"""What user code does with gathered parameters inside a step: writes to them, and views that it may keep.
-
-Writes are stored in the shards before the gathered copies are dropped. If anybody but the graph then holds a view, the
-memory of the gathered parameter stays allocated, and each gather fills it. A unit's own forward takes views as well,
-but only the graph holds those, so their memory may be freed.
-"""
+"""Writes of user code to gathered parameters inside a step, and views that it holds when these are dropped."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_zero.engines.fsdp2 import private
-from lightning_zero.engines.residency import store_rows
-from lightning_zero.engines.torch_functions import tensors_in
-from lightning_zero.private.torch import DisableTorchFunction, is_in_graph_alone
+from lightning_zero.engines.residency import Views, store_rows
+from lightning_zero.private.torch import DisableTorchFunction
 
 
 class Writes:
@@ -27,22 +19,21 @@ class Writes:
     is taken to :meth:`data_is_taken`, or its writes are lost.
 
     Args:
+        views: Views that user code takes of gathered parameters.
         changing: Called before shards change.
         changed: Called after shards have changed.
-
-    Attributes:
-        keep: Set by the engine. Called with the key and slot of a parameter whose memory must stay allocated.
     """
 
-    keep: Callable[[int, int], None]
-
     def __init__(
-        self, groups: Sequence[private.Group], changing: Callable[[], None], changed: Callable[[], None]
+        self,
+        groups: Sequence[private.Group],
+        views: Views,
+        changing: Callable[[], None],
+        changed: Callable[[], None],
     ) -> None:
-        self._groups, self._changing, self._changed = groups, changing, changed
+        self._groups, self._views, self._changing, self._changed = groups, views, changing, changed
         self._versions = [private.version(group) for group in groups]  # when they were last looked at
         self._data_taken: set[Tensor] = set()
-        self._views: dict[int, list[weakref.ref[Tensor]]] = {}  # since the last drop, by id of the ShardedParam
 
     def data_is_taken(self, tensor: Tensor) -> None:
         """Record that user code may write to a gathered parameter without changing its version."""
@@ -56,29 +47,21 @@ class Writes:
         """Ignore all writes since the versions were last read: none of them was to gathered parameters."""
         self._versions = [private.version(group) for group in self._groups]
 
-    def views_are_taken(self, params: Sequence[Tensor], result: Any, own: Mapping[int, private.ShardedParam]) -> None:
-        """Record ``result``, which may alias the memory of the gathered ``params``."""
-        for p in params:
-            self._views.setdefault(id(own[id(p)]), []).extend(map(weakref.ref, tensors_in((result,))))
-
     def dropped(self, key: int, group: private.Group) -> None:
-        """Keep the memory of parameters with held views, and store writes; ``group`` is about to be dropped."""
+        """Store writes to ``group``, which is about to be dropped, and leave memory to views that user code holds."""
         on_host = group.device.type == "cpu"
-        for slot, p in enumerate(group.fsdp_params):
-            if self._is_held(group, p, on_host):
-                self.keep(key, slot)
-        self._store(key, group)
-
-    def _is_held(self, group: private.Group, p: private.ShardedParam, on_host: bool) -> bool:
-        taken = self._views.pop(id(p), None) if self._views else None
-        if on_host and not private.is_resizable(p):  # NumPy shares the memory; its writes change no version
-            self.data_is_taken(private.own_of(p))
-            return not private.is_kept(p)
-        if taken is None or private.is_kept(p):
-            return False
+        left = []
         with DisableTorchFunction():
-            in_graph = sum(is_in_graph_alone(reference) for reference in taken)
-            return private.others_in(private.Home(group, p)) > in_graph
+            for p in group.fsdp_params:
+                home, full = private.Home(group, p), private.own_of(p)
+                is_numpys = on_host and not private.is_resizable(p)  # NumPy's writes change no version
+                if is_numpys:
+                    self.data_is_taken(full)
+                if self._views.leave_in_step(full, home.users) or is_numpys:
+                    left.append(home)
+            self._store(key, group)
+            for home in left:
+                home.leave()
 
     def _store(self, index: int, group: private.Group) -> None:
         """Store the writes to ``group`` in its shards; the group with this index is about to be dropped."""
@@ -87,7 +70,7 @@ class Writes:
             return
         self._versions[index] = version
         self._changing()
-        with torch.no_grad(), DisableTorchFunction():
+        with torch.no_grad():
             for copy, shard in private.copies(group):
                 store_rows(copy, shard)
         self._data_taken.difference_update(copy for copy, _ in private.copies(group))
