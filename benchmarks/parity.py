@@ -168,9 +168,9 @@ The kinds are the classes of `tests/helpers/zoo.py`; {tests}.
     for name, cells in rows.items():
         print(f"| {' | '.join(cells)} | {ALL[name].tolerance:.0e} |")
     print(
-        "\n¹ Stage 3 gathers a unit when it runs, so a unit that only some ranks run cannot be gathered. The error"
-        " names\nthe units and the setting to use instead (`units=`, or stage 2). As a single unit these kinds train as"
-        " under DDP.\nOn `deepspeed` the units are the smallest modules."
+        "\n¹ A unit is gathered when it runs, so a unit that only some ranks run cannot be gathered. The error"
+        " names\nthe units and the setting to use instead (`units=`). As a single unit these kinds train as under DDP."
+        "\nOn `deepspeed`, at stage 3 alone, the units are the smallest modules; the error names stage 2."
         "\n\n² Refused by name before the first step, or at the call in user code (a transform of `torch.func`, a read"
         " of\ngradients in `LightningModule.backward`, a write that would be lost). The error says what to do instead."
         "\n"

@@ -1167,7 +1167,7 @@ class Kind:
         return self.deepspeed_refuses.get(stage) or (self.refused if stage in self.refused_deepspeed else None)
 
 
-SAME_UNITS = r"units .*net\.blocks\.\d.* ran on some ranks only.*(units=|stage=2)"
+SAME_UNITS = r"units .*net\.blocks\.\d.* ran on some ranks only.*units="
 SAME_MODULES = r"units .* ran on some ranks only.*stage=2"
 UNUSED = "ddp_find_unused_parameters_true"
 ADAM = f"{SUM_ORDER}; Adam divides by the root of squared gradients, which magnifies it"
@@ -1243,7 +1243,7 @@ KINDS: dict[str, Kind] = {
             dataset=longer,
             reference=UNUSED,
             reason=ADAM,
-            unsupported_units={3: SAME_UNITS},
+            unsupported_units=dict.fromkeys((1, 2, 3), SAME_UNITS),
             unsupported_deepspeed={3: SAME_MODULES},
         )
         for name, kind, odd, even, trainer in (

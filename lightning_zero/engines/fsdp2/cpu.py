@@ -4,19 +4,14 @@
 ``comm.direct``, in which ranks read each other's memory. A reader may lag behind: do not write to a shard
 or free a copy before :meth:`Direct.await_readers` returns.
 
-[Stages 1 and 2] Every unit is gathered before a forward, so ranks may run different units. Before the backward they
-agree whether they did; if so, gradients are reduced at the end of the backward.
-
-[Stage 3] A unit is gathered ahead if no other unit has ever run at that point (see ``order``).
+[Gathering ahead] A unit is gathered ahead if no other unit has ever run at that point (see ``order``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -25,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_zero.comm import direct
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.base import outside_inference_mode
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.transport import Transport
 
@@ -36,9 +30,8 @@ class Direct(Transport):
     units_ahead = 1
 
     def __init__(self, config: ZeroConfig, mesh: DeviceMesh, peer_memory: PeerMemory) -> None:
-        super().__init__(config, mesh, advice=", or use stage=2")
+        super().__init__(config, mesh)
         axis = mesh.get_group("shard")
-        self.gathers_up_front = config.stage < 3
         self._peer_memory = peer_memory  # along the shard axis
         direct.connect(axis, peer_memory)
         if axis.size() == mesh.size():  # the shard axis spans all ranks, so its connections serve small messages too
@@ -54,12 +47,8 @@ class Direct(Transport):
             for group in private.groups(unit):
                 private.gather_in_place(group, self._gather)
 
-    def start(self, units: Sequence[Any], names: Sequence[str]) -> None:
-        self._units = units
-        super().start(units, names)
-
     def _needs_agreements(self) -> bool:
-        return super()._needs_agreements() or self.config.stage == 3
+        return True
 
     def close(self) -> None:
         self._peer_memory.close()
@@ -74,34 +63,7 @@ class Direct(Transport):
     def await_readers(self) -> None:
         self._peer_memory.await_readers()
 
-    # -- forward
-
-    def forward_begins(self) -> None:
-        """Gather every unit, at stages 1 and 2."""
-        if not self.gathers_up_front:
-            return
-        # One gather is sent while the previous one arrives; more at once would need memory for their messages.
-        begun = (private.unshard(unit, async_op=True) for unit in self._units)
-        for unit, _ in pairwise(chain[Any](begun, [None])):  # pairwise has started the gather of both
-            private.wait_for_unshard(unit)
-
-    def forward_uses(self, group: private.Group) -> None:
-        """Gather all units in a fixed order at the first use: ranks may use the units in different orders."""
-        if self.gathers_up_front and not private.is_gathered(group):
-            with private.outside_transforms(), outside_inference_mode():
-                self.forward_begins()
-
     # -- backward
-
-    def backward_begins(self, ran: Sequence[int] | None) -> bool:
-        self.close_forward()
-        if not (ran and self.agrees and self.gathers_up_front):
-            return False
-        moments = torch.tensor(ran, dtype=torch.int32, device="cpu")
-        ends = torch.cat([moments, -moments])  # under MAX: the latest, and the negated earliest
-        self.agree(ends, dist.ReduceOp.MAX).wait()
-        latest, negated_earliest = ends.chunk(2)
-        return not torch.equal(latest, -negated_earliest)
 
     def reduction_begins(self, group: private.Group, params: Sequence[private.ShardedParam]) -> None:
         """Let the reduction overlap with autograd if nobody reads or adds to its output before it is complete."""

@@ -41,7 +41,7 @@ This is the path of an accelerator, and of the CPU with ``transport="torch"``: c
   therefore covers all trainable parameters of its unit, with zeros for missing gradients. Afterwards the ranks agree
   (one small all-reduce) which parameters no rank used, and their gradients become ``None`` again.
 - *Units that only some ranks ran.* All ranks must run the same units in the same order. One agreement per forward
-  raises an error instead of mixing up gathers (see ``order``). (``cpu``: at stages 1 and 2 units may differ.)
+  raises an error instead of mixing up gathers (see ``order``).
 - *Late gradients.* A parameter used outside its unit's forward (a penalty over ``parameters()``) receives its gradient
   after its unit was reduced; a second reduction adds that gradient.
 - *Rank 0's values.* Parameters and buffers are broadcast before sharding, buffers again at each synchronized forward.
@@ -247,7 +247,6 @@ class Fsdp2Engine(Engine):
             private.gather_after_this(self.root)
 
     def bring(self, group: private.Group) -> None:
-        self._transport.forward_uses(group)
         private.gather_now(group)
         private.pin(group)
         private.follow_requires_grad(group)
@@ -316,14 +315,11 @@ class Fsdp2Engine(Engine):
             refuse_transforms("fully_shard of torch below 2.13", "torch>=2.13, units=[]")
         self._close_windows()
         if self._phase is Phase.STEP:
-            if torch.is_grad_enabled():
-                self._usage.runs(index)
             self._transport.unit_begins(index)
         if not self.automatic:
             if self._phase is Phase.STEP:
                 private.begin_forward(self.root)
             for group in private.groups(unit):
-                self._transport.forward_uses(group)
                 private.follow_requires_grad(group)
         if self._phase is Phase.STEP and torch.is_grad_enabled():
             self._last.ran = unit
@@ -338,7 +334,6 @@ class Fsdp2Engine(Engine):
         for group in self._root_groups:
             if not private.is_gathered(group):
                 self._close_windows()
-                self._transport.forward_uses(group)
                 with torch.inference_mode(False):
                     private.unshard(self.root)
             elif not self.automatic:
@@ -361,8 +356,6 @@ class Fsdp2Engine(Engine):
                 # Units and the root are gathered on use: toggle_optimizer changes requires_grad before that.
                 output = getattr(self.module, method)(*args, **kwargs)
             else:
-                with DisableTorchFunction():
-                    self._transport.forward_begins()
                 output = self.root(method, *args, **kwargs)
             self._close_windows()
             self._transport.forward_ends()
@@ -400,14 +393,11 @@ class Fsdp2Engine(Engine):
 
     def backward(self, run_backward: Callable[[], None], retains_graph: bool = False) -> None:
         self.end_window(self.hooks.before_backward)
-        asks = (self.reduces or self.config.stage > 1) and self.config.find_unused_parameters
         with DisableTorchFunction():
             if not self.automatic:
                 private.end_forward(self.root)
             self._assigned.join_backward()
-            deferred = self._transport.backward_begins(self._usage.ran.marks if asks else None)
-            if deferred:
-                private.set_requires_gradient_sync(self._sharded.units, False)
+            self._transport.close_forward()
             self._reduced.clear()
             if retains_graph or self.backward_is_users:  # neither a forward nor a root hook would gather the root again
                 for group in self._root_groups:
@@ -416,9 +406,7 @@ class Fsdp2Engine(Engine):
             run_backward()
             self._close_windows()
         with DisableTorchFunction():
-            if deferred:
-                private.set_requires_gradient_sync(self._sharded.units, True)
-            self._after_backward(deferred, retains_graph)
+            self._after_backward(retains_graph)
 
     def _before_backward(self, group: private.Group) -> None:
         """Prepare the group's part of a backward, which user code may have started in the forward (``autograd.grad``).
@@ -448,7 +436,7 @@ class Fsdp2Engine(Engine):
                 self._transport.reduction_begins(group, params)
         return True
 
-    def _after_backward(self, deferred: bool, retains_graph: bool = False) -> None:
+    def _after_backward(self, retains_graph: bool = False) -> None:
         """Reduce the gradients that autograd's schedule left, drop gathered parameters, and agree on unused ones.
 
         Keep this order: late gradients lie on gathered parameters, so reduce before dropping. The message about used
@@ -456,7 +444,7 @@ class Fsdp2Engine(Engine):
         gathered for another backward.
         """
         every = self._groups if self.reduces or self.config.stage > 1 else ()
-        left = [(group, params) for group in every if (params := self._left_of(group, deferred))]
+        left = [(group, params) for group in every if (params := self._left_of(group))]
         sent = None
         if self.reduces and self.config.find_unused_parameters:
             sent = self._usage.send(chain.from_iterable(params for _, params in left), self._sharded.replicated)
@@ -473,11 +461,11 @@ class Fsdp2Engine(Engine):
             self._usage.start_window()
         self._is_accumulating = not self.reduces
 
-    def _left_of(self, group: private.Group, deferred: bool) -> list[private.ShardedParam]:
+    def _left_of(self, group: private.Group) -> list[private.ShardedParam]:
         """Return the parameters of ``group`` if autograd's schedule has not reduced their gradients, else none."""
         params = private.trainable(group)
         missed = group in self._root_groups and id(group) not in self._reduced
-        return params if deferred or missed or any(map(private.has_grad, params)) else []
+        return params if missed or any(map(private.has_grad, params)) else []
 
     # -- optimizer -----------------------------------------------------------------------------------------------
 
@@ -488,7 +476,7 @@ class Fsdp2Engine(Engine):
             # A plain loss.backward() under manual optimization leaves unreduced gradients and gathered parameters.
             if any(private.has_grad(p) for g in self._groups for p in private.trainable(g)):
                 self._reduced.clear()
-                self._after_backward(deferred=False)
+                self._after_backward()
             self._assigned.settle()
             self.reshard()
             self._views.settle()
@@ -622,5 +610,4 @@ def choose_transport(config: ZeroConfig, device: torch.device, mesh: DeviceMesh)
                 " are on several hosts, not on Linux, or in a container that forbids it; use transport='auto', which"
                 " takes gloo's collectives there."
             )
-    advice = ", or use stage=2 with transport='direct'" if config.transport == "torch" and between_cpus else ""
-    return Transport(config, mesh, advice)
+    return Transport(config, mesh)

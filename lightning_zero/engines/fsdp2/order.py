@@ -177,6 +177,6 @@ def refuse_different_units(transport: Transport, names: Sequence[str], indices: 
     raise ValueError(
         f"stage={transport.config.stage}: the units {', '.join(map(repr, found))} ran on some ranks only, or in another"
         " order, but all ranks must gather the same parameters together. Run them on every rank, or keep them out"
-        f" of the units, as units={others!r} does{transport.advice}. To generate texts of different lengths, call"
+        f" of the units, as units={others!r} does. To generate texts of different lengths, call"
         " generate(..., synced_gpus=True)."
     )

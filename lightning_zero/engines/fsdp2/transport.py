@@ -25,19 +25,15 @@ class Transport:
     """The path of an accelerator.
 
     Attributes:
-        gathers_up_front: Whether a forward at stages 1 and 2 begins with a gather of every unit, so that ranks may run
-            different units.
         peer_memory: Connects all ranks if they are on one host, for small messages of any kind; ``None`` before
             :meth:`start`, and if there are no messages.
-        advice: A repair for the error of ranks that run different units, besides keeping modules out of the units.
     """
 
-    gathers_up_front = False
     units_ahead = 0
     """Number of units gathered ahead of the running one; 0 on an accelerator, where the host runs ahead."""
 
-    def __init__(self, config: ZeroConfig, mesh: DeviceMesh, advice: str = "") -> None:
-        self.config, self.mesh, self.advice = config, mesh, advice
+    def __init__(self, config: ZeroConfig, mesh: DeviceMesh) -> None:
+        self.config, self.mesh = config, mesh
         self._agreement: Agreement | None = None
         self._order: Order | None = None
         self.peer_memory: PeerMemory | None = None
@@ -59,7 +55,7 @@ class Transport:
             if self.peer_memory is None:  # no tensor is read there: its local sockets are faster than gloo's TCP
                 assert self._agreement.group is not None
                 self.peer_memory = PeerMemory(self._agreement.group, self.config.timeout_seconds)
-            if not self.gathers_up_front and len(units) > 1:  # the root alone has only one order
+            if len(units) > 1:  # the root alone has only one order
                 waits = self.mesh.device_type == "cpu"
                 self._order = Order(self, units, names, self.units_ahead, waits)
 
@@ -101,13 +97,6 @@ class Transport:
         if self._order is not None:
             self._order.restart()
 
-    def forward_begins(self) -> None:
-        """Called before a forward."""
-
-    def forward_uses(self, group: private.Group) -> None:
-        """Called before the unit of ``group`` is used without :meth:`forward_begins`: under manual optimization, or
-        where user code touches a parameter."""
-
     def unit_begins(self, index: int) -> None:
         """Called before a unit runs in a forward."""
         if self._order is not None:
@@ -122,14 +111,6 @@ class Transport:
         """Called after the last unit of a forward."""
         if self._order is not None:
             self._order.ends()
-
-    def backward_begins(self, ran: Sequence[int] | None) -> bool:
-        """Called before a backward; return whether to reduce its gradients only at its end, in a fixed order.
-
-        ``ran`` are the marks of this rank's units (``usage.Moments``), or ``None`` if no agreement is needed.
-        """
-        self.close_forward()
-        return False
 
     def close_forward(self) -> None:
         """Called before a backward, which may begin inside the forward."""

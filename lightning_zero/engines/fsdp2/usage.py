@@ -44,9 +44,6 @@ class Usage:
     Args:
         parameters: Sharded and replicated parameters, in an order that all ranks share.
         names: Names of the units, the root last.
-
-    Attributes:
-        ran: The moments at which units other than the root ran with gradients.
     """
 
     def __init__(self, transport: Transport, parameters: Iterable[Tensor], names: Sequence[str]) -> None:
@@ -58,11 +55,7 @@ class Usage:
         self._used: set[Tensor] = set()
         self._zeroed: list[Tensor] = []  # parameters that had no gradient and got zeros
         num_units = len(self._names) - 1
-        self.ran, self._reduced = Moments(num_units), Moments(num_units)
-
-    def runs(self, index: int) -> None:
-        """Record that unit ``index`` is about to run with gradients."""
-        self.ran.add(index)
+        self._reduced = Moments(num_units)
 
     def reduces(self, index: int) -> None:
         """Record that unit ``index``, not the root, is about to reduce its gradients inside the backward."""
