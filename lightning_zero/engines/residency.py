@@ -239,8 +239,14 @@ class Views:
             else:
                 self._aliases.setdefault(id(p), []).append(view.detach())
 
-    def forget(self, p: Tensor) -> None:
-        """Forgets the views that were taken of ``p``."""
+    def moved(self, p: Tensor) -> None:
+        """User code has given ``p`` other memory: no view of before follows ``p``, under DDP either."""
+        self._forget(p)
+        name = self._names.get(id(p), "?")
+        self._left = [each for each in self._left if each[0] != name]
+        self._older = [each for each in self._older if each[0] != name]
+
+    def _forget(self, p: Tensor) -> None:
         self._with_graph.pop(id(p), None)
         self._aliases.pop(id(p), None)
 
@@ -261,7 +267,7 @@ class Views:
         if is_held := self.are_held(p, num_others):
             versions = [(alias, version_of(alias)) for alias in self._aliases.get(id(p), ())]
             self._left.append((self._names.get(id(p), "?"), StorageWeakRef(storage), versions))
-        self.forget(p)
+        self._forget(p)
         return is_held
 
     def settle(self) -> None:

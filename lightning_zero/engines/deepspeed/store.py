@@ -348,6 +348,7 @@ class DeepSpeedStore:
                 if (alias := each()) is not None and _memory(alias) == _memory(p):  # an alias keeps the old values
                     set_data(alias, alias.clone())
             self._homes[key] = p.data
+        self._views.moved(p)
         if any(_memory(value) == _memory(each) for each in self._params):
             value = value.clone()  # value lies in another parameter's memory, which DeepSpeed may free
         set_data(p, value.detach())

@@ -239,7 +239,7 @@ class Fsdp2Store:
         if _same_place(value, p):
             return
         home = private.Home(self._groups[self.key_of(p)], known)
-        self._views.forget(p)
+        self._views.moved(p)
         if not private.is_away(known):
             home.leave()  # views taken so far keep the previous values
             p.detach().copy_(value)
