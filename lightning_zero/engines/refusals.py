@@ -75,25 +75,19 @@ def refuse_held_views(module: nn.Module, device: torch.device | None = None) -> 
     if held_elsewhere():
         gc.collect()  # perhaps the holder is garbage: the engine of an earlier run
     if found := held_elsewhere():
-        rank_zero_warn(
-            f"Objects other than the module hold views of parameters ({_shown(found)}). These"
-            " views keep their memory, and the values from before the run: hold the parameters themselves and take the"
-            " views where they are used, or delete the views."
-        )
+        warn_of_views(found)
 
 
 def warn_of_views(names: Sequence[str]) -> None:
-    """Warns that user code holds memory of the parameters ``names`` from an earlier hook or step."""
-    rank_zero_warn(
-        f"Views of parameters ({_shown(names)}) are held since an earlier hook or step: .data, detach(), a slice, or a"
-        " tensor assigned to .data. They keep the values of that time and do not follow the training, and writes to"
-        " them are lost: hold the parameters themselves and take the views where they are used, or clone() them."
-    )
-
-
-def _shown(names: Sequence[str]) -> str:
+    """Warns that user code holds memory of the parameters ``names`` from before the run, or from an earlier hook or
+    step."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(repr, names[:3])) + more
+    rank_zero_warn(
+        f"Views of parameters ({', '.join(map(repr, names[:3]))}{more}) are held since before the run, or an earlier"
+        " hook or step: .data, detach(), a slice, or a tensor assigned to .data. They keep the values of that time and"
+        " do not follow the training, and writes to them are lost: hold the parameters themselves and take the views"
+        " where they are used, or clone() them."
+    )
 
 
 def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:

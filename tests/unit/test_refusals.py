@@ -23,7 +23,7 @@ def _said(module: nn.Module) -> list[str]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         refuse_held_views(module)
-    return [str(each.message) for each in said if "views of parameters" in str(each.message)]
+    return [str(each.message) for each in said if "Views of parameters" in str(each.message)]
 
 
 HOLDERS: dict[str, Any] = {
