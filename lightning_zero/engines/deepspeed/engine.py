@@ -347,14 +347,8 @@ class DeepSpeedEngine(Engine):
         self._store_writes()
 
     def sharded_step(self, optimizer: Optimizer, declared: Collection[str]) -> ShardedStep:
-        parts = Pieces(
-            self._params.attached, self._piece_of, self._store.state, self.settle, self._store_writes, self._full_step
-        )
+        parts = Pieces(self._params.attached, self.settle, self._store_writes, self._full_step)
         return ShardedStep(optimizer, parts, declared, self.config.offloads_optimizer)
-
-    def _piece_of(self, value: Any) -> Tensor | None:
-        found = self._store.known_state(value)
-        return None if found is None else found.piece
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         shards = self._params.attached
@@ -371,7 +365,7 @@ class DeepSpeedEngine(Engine):
             return self._full.state_dict()
 
     def in_shards(self, state: dict[str, Any]) -> dict[str, Any]:
-        return self._full.optimizer_state(state, self._store.known_state)
+        return self._full.optimizer_state(state)
 
     def gathered_parameters(self) -> dict[Tensor, nn.Parameter]:
         self.end_window(self.hooks.anywhere)
@@ -391,14 +385,15 @@ class DeepSpeedEngine(Engine):
 
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
         with torch.no_grad(), DisableTorchFunction():
-            return model_state(self._params, optimizers, self._store.known_state, self.config, self.device)
+            return model_state(self._params, optimizers, self.config, self.device)
 
     def restore(self, full: bool) -> None:
         self.end_residency()
         self._store_parameters()  # before masters are read
         with torch.no_grad(), DisableTorchFunction():
             values = self._full.values_afterwards() if full else {}
-            self._full.leave_states(self._optimizers, self._store.known_state, self.failed)
+            if not self.failed:
+                self._full.states_to_rows(self._optimizers)
             leave_states(self._optimizers, full and self.config.after_fit == "whole")
             held = self.residency.held() if full else []
             if self._stage3 and not full:
