@@ -443,6 +443,7 @@ TOO_OLD: dict[str, Any] = (
     if KNOWS_TRANSFORMS
     else {"refused": r"torch\.func .* torch below 2\.13.*torch>=2\.13, units=\[\]", "refused_deepspeed": ()}
 )
+OVERRIDES_BACKWARD = dict.fromkeys((1, 2, 3), "overrides LightningModule.backward, which engine='deepspeed'")
 TRANSFORMS = r"torch\.func .* stage 3 of engine='deepspeed'.*use stage=2, engine='fsdp2'"
 SPARSE = r"'embed' has sparse=True: .*Use sparse=False"
 
@@ -664,8 +665,10 @@ HELD: dict[str, Kind] = {
     ),
     "traced": Kind(module=_of(Traced)),
     "data_written_before_backward": Kind(module=_of(WritesBeforeBackward), reference=UNUSED),
-    "backward_reads_gradients": Kind(module=_of(ReadsInBackward), refused="move the code after loss.backward"),
-    "backward_overridden": Kind(module=_of(OwnBackward)),
+    "backward_reads_gradients": Kind(
+        module=_of(ReadsInBackward), refused="move the code after loss.backward", deepspeed_refuses=OVERRIDES_BACKWARD
+    ),
+    "backward_overridden": Kind(module=_of(OwnBackward), deepspeed_refuses=OVERRIDES_BACKWARD),
     "samples_in_inference_mode": Kind(module=_of(SamplesInInferenceMode), validates=True),
     "partial_forward": Kind(module=_of(PartialForward), dataset=longer, validates=True),
     "lottery_ticket": Kind(module=_of(SameOnAllRanks), callbacks=_pruning(), max_epochs=3),

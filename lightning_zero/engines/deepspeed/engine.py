@@ -68,7 +68,6 @@ from lightning_zero.engines.refusals import (
 from lightning_zero.engines.residency import Memories
 from lightning_zero.private.torch import (
     DisableTorchFunction,
-    EnableTorchFunction,
     forget_meshes,
     is_compiled,
     own_parameters,
@@ -152,7 +151,7 @@ class DeepSpeedEngine(Engine):
 
     def _begin_residency(self) -> None:
         params, memories = self._params, Memories()
-        self._gradients = Gradients(params, self._under_way, self._reductions)
+        self._gradients = Gradients(params, self._reductions)
         self._store = DeepSpeedStore(
             params, self._under_way, memories, self._gradients, self.backward, self._order.gathers
         )
@@ -166,6 +165,7 @@ class DeepSpeedEngine(Engine):
         self.check_parameters()
         if optimizers:
             refuse_sparse_gradients(self.module)
+            self._refuse_own_backward()
             params.refuse_training_replicated()
         self.end_window(waits=False)  # ends the window of configure_optimizers
         trainable = [p for p in params.named.values() if p.requires_grad and p in params.held]
@@ -295,9 +295,8 @@ class DeepSpeedEngine(Engine):
                 if takes:
                     shards.before_reductions()
                 self._engine.set_gradient_accumulation_boundary(takes)
-                reductions.begin(takes or self._stage3, waits=self.backward_is_users)
-                run = self._seen_by_user(run_backward) if self.backward_is_users else run_backward
-                private.backward(self._engine, run, reductions.end)
+                reductions.begin(takes or self._stage3)
+                private.backward(self._engine, run_backward, reductions.end)
                 shards.after_backward(takes)
             if sync:
                 reductions.end_window(self._order)
@@ -312,14 +311,14 @@ class DeepSpeedEngine(Engine):
                 " parameters trained from the start: use engine='fsdp2', or unfreeze it before the fit."
             )
 
-    def _seen_by_user(self, run_backward: Callable[[], None]) -> Callable[[], None]:
-        """Keeps user-code checks on in an overridden ``LightningModule.backward``, which may read ``p.grad`` early."""
-
-        def run() -> None:
-            with EnableTorchFunction():
-                run_backward()
-
-        return run
+    def _refuse_own_backward(self) -> None:
+        """Raises ``ValueError`` for an overridden ``LightningModule.backward``: DeepSpeed takes gradients as they
+        arrive, so such code could neither read them nor go backward again."""
+        if self.backward_is_users:
+            raise ValueError(
+                f"{type(self.module).__name__}.backward overrides LightningModule.backward, which engine='deepspeed'"
+                " does not support: scale or combine losses in training_step, or use engine='fsdp2'."
+            )
 
     # -- optimizer -----------------------------------------------------------------------------------------------
 
