@@ -41,6 +41,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreement, shared_agreement
+from lightning_zero.comm.shards import to_host
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import leave_states
 from lightning_zero.engines.base import Engine, Root, refuse_late_hooks
@@ -369,7 +370,7 @@ class DeepSpeedEngine(Engine):
     def gathered_parameters(self) -> dict[Tensor, nn.Parameter]:
         self.end_window(self.hooks.anywhere)
         self._store_parameters()
-        return self._full.parameters()
+        return {p: nn.Parameter(private.gathered_copy(p), p.requires_grad) for p in self._params.held}
 
     def full_on_module(self) -> AbstractContextManager[None]:
         return self._under_way.during(Phase.FULL)
@@ -390,7 +391,7 @@ class DeepSpeedEngine(Engine):
         self.end_residency()
         self._store_parameters()  # before masters are read
         with torch.no_grad(), DisableTorchFunction():
-            values = self._full.values_afterwards() if full else {}
+            values = {p: to_host(private.gathered_copy(p)) for p in self._params.shapes} if full else {}
             if not self.failed:
                 self._full.states_to_rows(self._optimizers)
             leave_states(self._optimizers, full and self.config.after_fit == "whole")

@@ -75,18 +75,6 @@ class FullState:
 
     # -- full parameters -----------------------------------------------------------------------------------------
 
-    def parameters(self) -> dict[Tensor, nn.Parameter]:
-        """Returns full copies of the held parameters."""
-        return {p: nn.Parameter(private.gathered_copy(p), p.requires_grad) for p in self._params.held}
-
-    def values_afterwards(self) -> dict[Tensor, Tensor]:
-        """Returns full parameters on the CPU, in the user's strides."""
-        params = self._params
-        return {
-            p: torch.empty_strided(shape, params.strides[p], dtype=p.dtype).copy_(private.gathered_copy(p))
-            for p, shape in params.shapes.items()
-        }
-
     def leave_parameters(self, failed: bool) -> None:
         """Leaves this rank's rows of stage-3 parameters, on the CPU (collective). After a run that ``failed`` other
         ranks may be gone: then user code that touches a parameter assembles it from all ranks' shards."""
