@@ -87,7 +87,7 @@ class ShardedStep:
         parts: The engine's parts.
         declared: ``ZeroConfig.elementwise_optimizers``.
         fuses: Whether parts are in host memory, so that Adam uses the fused kernel there.
-        new_states: Context of the first step on parts, which creates the states.
+        new_states: Makes the context of a step on parts that creates the optimizer's first states.
 
     Raises:
         ValueError: If ``optimizer`` is declared as element-wise and cannot step on parts.
@@ -99,7 +99,7 @@ class ShardedStep:
         parts: Parts,
         declared: Collection[str] = (),
         fuses: bool = False,
-        new_states: AbstractContextManager[Any] | None = None,
+        new_states: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.optimizer, self._parts, self._declared = optimizer, parts, declared
         self._fuses, self._new_states = fuses, new_states
@@ -164,8 +164,8 @@ class ShardedStep:
 
     @contextmanager
     def _step_on_shards(self) -> Iterator[None]:
-        context, self._new_states = self._new_states, None
-        with self.on_shards(), context or nullcontext():
+        context = nullcontext if self.optimizer.state else self._new_states
+        with self.on_shards(), context():
             yield
         self._parts.stepped(self.optimizer)
 

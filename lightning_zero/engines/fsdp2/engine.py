@@ -502,7 +502,7 @@ class Fsdp2Engine(Engine):
         if self._files is None:
             return ShardedStep(optimizer, Rows(self._identity.shards, *events), declared, self._on_host)
         parts = Rows(self._identity.shards, *events, keep=self._files.keep)
-        return ShardedStep(optimizer, parts, declared, self._on_host, self._files.creating_states())
+        return ShardedStep(optimizer, parts, declared, self._on_host, self._files.creating_states)
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         self.end_window(self.hooks.before_step)
