@@ -416,11 +416,6 @@ def give_zeros(p: Any) -> None:
     p.data = kept
 
 
-def is_in_bucket(engine: Any, p: Any) -> bool:
-    """Whether the gradient of a stage-3 parameter waits in a bucket, where a second one would be added to it."""
-    return any(p is each for bucket in engine.optimizer.ipg_buckets.values() for each in bucket.params)
-
-
 # -- locations of tensors ------------------------------------------------------------------------------------------
 
 

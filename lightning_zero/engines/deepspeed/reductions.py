@@ -69,7 +69,6 @@ class Reductions:
         """Takes the gradients of ``trained``, the parameters in the flats of DeepSpeed's ``engine``."""
         self._trained = trained
         self._give = private.take_gradients(engine, self._arrives)
-        self._is_in_bucket = lambda p: self._stage == 3 and private.is_in_bucket(engine, p)
 
     # -- one backward --------------------------------------------------------------------------------------------
 
@@ -86,15 +85,15 @@ class Reductions:
         """Is called for each gradient that autograd has accumulated on ``p``.
 
         Raises:
-            ValueError: If the gradient comes from a backward outside the engine's step, or if an earlier gradient of
-                ``p`` is in a bucket already.
+            ValueError: If the gradient comes from a backward outside the engine's step, or if DeepSpeed has a gradient
+                of ``p`` from this backward already.
         """
         if Phase.BACKWARD not in self._under_way:
             if self._stage > 1:
                 raise ValueError(_OUTSIDE)
             self._give(p)
             return
-        if p in self._given and (self._stage < 3 or self._is_in_bucket(p)):
+        if p in self._given:
             raise ValueError(_AGAIN)
         self._arrived.add(p)
         if not self._in_turn:
