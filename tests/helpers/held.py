@@ -388,15 +388,19 @@ class LoadedStates(Zoo):
 
 
 class StatesWritten(Zoo):
-    """Momentum is damped, walked over, forgotten for one parameter and for all, by hand."""
+    """Momentum is damped, held over a step, walked over, forgotten for one parameter and for all, by hand."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         optimizer, head = self.optimizers().optimizer, self.net.head.weight
         if batch_idx == 1:
-            optimizer.state[head]["momentum_buffer"].mul_(0.5)
+            held = optimizer.state[head]["momentum_buffer"].mul_(0.5)
+            if self.current_epoch == 0:
+                self.held = held
             if self.current_epoch:
                 optimizer.state.clear()
         if batch_idx == 2:
+            if self.current_epoch == 0:
+                self.extra["held"] = full(self.held)
             norms = {id(p): state["momentum_buffer"].norm() for p, state in optimizer.state.items()}
             momenta = [full(norms[id(p)]) for p in self.parameters()]  # whichever was forgotten comes last there
             self.extra[f"momenta {self.current_epoch}"] = torch.stack(momenta)
