@@ -3,8 +3,8 @@
     python benchmarks/offload_files.py docs/offload.md        # fills in the page's table, about 5 minutes
 
 Two CPU ranks train the same linear layers with AdamW in fp32 at stage 3; the contenders take turns in each round. Files
-also run *short of memory*: pages that they release are dropped from the page cache at once, so that every read goes to
-the disk.
+also run *short of memory*: their pages are dropped from memory before each forward, backward and optimizer step, so
+that every part of a step reads the disk.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ with the group."""
 
 
 class LeftState(Tensor):
-    """Optimizer state after the run: a shard until user code computes with it, copies it or pickles it. The tensor then
-    becomes an ordinary full tensor in host memory on all ranks (collective)."""
+    """Optimizer state after the run, on DeepSpeed also between steps: a shard until user code computes with it, copies
+    it or pickles it. The tensor then becomes an ordinary full tensor on all ranks (collective)."""
 
     ordinary: type[Tensor] = Tensor
     """The class of the tensor once it is full."""
@@ -72,12 +72,17 @@ class LeftState(Tensor):
         return later.left(self)
 
     @staticmethod
-    def of(value: later.Value, like: Tensor) -> LeftState:
+    def of(value: later.Value, like: Tensor, device: torch.device | str = "cpu") -> Tensor:
         """Creates a tensor without memory, with shape and dtype of ``like``."""
-        made: Any = _without_memory(like)
-        later.leave(made, value)
-        made.__class__ = LeftState
-        return made  # type: ignore[no-any-return]
+        made = without_memory(like, device)
+        LeftState.leave(made, value)
+        return made
+
+    @staticmethod
+    def leave(state: Any, value: later.Value) -> None:
+        """Turns the plain tensor ``state``, which stays the same object, into a :class:`LeftState`."""
+        later.leave(state, value)
+        state.__class__ = LeftState
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,9 +102,9 @@ class LeftState(Tensor):
             RuntimeError: If not all ranks read the tensor within :data:`READ_SECONDS`.
         """
         for agreement in list(_reads.values()):
-            agreement.gather(None, "a read of a parameter or optimizer state that a run has left sharded")
+            agreement.gather(None, "a read of a sharded parameter or optimizer state")
         with torch.no_grad(), DisableTorchFunction():
-            later.become(self, later.memory_for(self, "cpu").copy_(later.full_value(self.shard)))
+            later.become(self, later.memory_for(self, self.device).copy_(later.full_value(self.shard)))
 
 
 class _LeftParameter(LeftState):
@@ -123,7 +128,7 @@ def _left(kind: Any) -> Any:
 def leave_parameter(p: nn.Parameter, value: later.Value, like: Tensor) -> None:
     """Frees the memory of ``p``, which stays sharded until user code touches it or the next run shards it. ``like`` has
     the full shape."""
-    set_data(p, _without_memory(like))
+    set_data(p, without_memory(like))
     later.leave(p, value)
     p.__class__ = _left(type(p))
 
@@ -140,8 +145,9 @@ def make_parameters_full(module: nn.Module) -> None:
             p.make_full()
 
 
-def _without_memory(like: Tensor) -> Tensor:
-    made = torch.empty(like.shape, dtype=like.dtype, device="cpu")
+def without_memory(like: Tensor, device: torch.device | str = "cpu") -> Tensor:
+    """Creates a tensor with shape and dtype of ``like``, whose memory is freed."""
+    made = torch.empty(like.shape, dtype=like.dtype, device=device)
     made.untyped_storage().resize_(0)
     return made
 
@@ -170,7 +176,7 @@ def begin_reads(agreement: Agreement) -> None:
 def leave_states(optimizers: Iterable[Optimizer], full: bool, moves: bool = True) -> None:
     """Turns sharded states into full tensors if ``full`` (collective), else into :class:`LeftState`, which becomes full
     when user code touches it. With ``moves`` all of them move to host memory."""
-    for entry in _entries(optimizers):
+    for entry in entries(optimizers):
         for key, value in entry.items():
             if isinstance(value, DTensor):
                 is_all = full or (moves and value.device_mesh.size() == 1)
@@ -180,7 +186,7 @@ def leave_states(optimizers: Iterable[Optimizer], full: bool, moves: bool = True
 
 def has_left_states(optimizer: Optimizer) -> bool:
     """Whether an earlier run has left any state of ``optimizer`` sharded."""
-    return any(isinstance(value, LeftState) for entry in _entries([optimizer]) for value in entry.values())
+    return any(isinstance(value, LeftState) for entry in entries([optimizer]) for value in entry.values())
 
 
 def left_shards(state: Any) -> Any:
@@ -199,7 +205,8 @@ def left_shards(state: Any) -> Any:
         return map_tensors(one, state)
 
 
-def _entries(optimizers: Iterable[Optimizer]) -> Iterator[dict[str, Any]]:
+def entries(optimizers: Iterable[Optimizer]) -> Iterator[dict[str, Any]]:
+    """The states of each parameter, and of the optimizers that ``optimizers`` wrap."""
     for optimizer in optimizers:
         for state in states(family(optimizer)):
             yield from (entry for entry in state.values() if isinstance(entry, dict))

@@ -21,8 +21,8 @@ which reads and writes every element once, unless the user chose a kernel.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -35,16 +35,6 @@ from lightning_zero.comm.shards import local
 from lightning_zero.engines.elementwise import is_elementwise, is_known, keys_besides_elements
 from lightning_zero.private import torch_optim
 from lightning_zero.private.torch import DisableTorchFunction
-
-
-class Files(Protocol):
-    """Access to shards in files."""
-
-    def in_parts(self, shards: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Yields groups of the local tensors ``shards``; the tensors of a group are in memory at the same time."""
-
-    def keep(self, optimizer: Optimizer, shard: Tensor, key: str, value: Tensor) -> Tensor:
-        """Moves ``value``, a state of the local tensor ``shard``, to its file; returns ``value`` if it has no file."""
 
 
 class Parts(Protocol):
@@ -97,7 +87,7 @@ class ShardedStep:
         parts: The engine's parts.
         declared: ``ZeroConfig.elementwise_optimizers``.
         fuses: Whether parts are in host memory, so that Adam uses the fused kernel there.
-        files: The files of the parts, with offload to NVMe.
+        new_states: Makes the context of a step on parts that creates the optimizer's first states.
 
     Raises:
         ValueError: If ``optimizer`` is declared as element-wise and cannot step on parts.
@@ -109,10 +99,10 @@ class ShardedStep:
         parts: Parts,
         declared: Collection[str] = (),
         fuses: bool = False,
-        files: Files | None = None,
+        new_states: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.optimizer, self._parts, self._declared = optimizer, parts, declared
-        self._fuses, self._files = fuses, files
+        self._fuses, self._new_states = fuses, new_states
         self._besides = keys_besides_elements(optimizer) if self.is_elementwise else frozenset()
         with torch.no_grad(), self.on_shards():
             pass
@@ -131,10 +121,7 @@ class ShardedStep:
         if closure is not None and takes_closure and not self.is_elementwise:
             return self._step_with(closure, **kwargs)
         with self.stepping(closure) as losses:
-            if self._files is not None and is_known(self.optimizer) and not torch_optim.has_step_hooks(self.optimizer):
-                result = self._step_in_parts(self._files, **kwargs)
-            else:
-                result = self.optimizer.step(**kwargs)
+            result = self.optimizer.step(**kwargs)
         return losses[0] if losses and result is None else result
 
     def _step_with(self, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -177,39 +164,10 @@ class ShardedStep:
 
     @contextmanager
     def _step_on_shards(self) -> Iterator[None]:
-        with self.on_shards():
+        context = nullcontext if self.optimizer.state else self._new_states
+        with self.on_shards(), context():
             yield
         self._parts.stepped(self.optimizer)
-
-    def _step_in_parts(self, files: Files, **kwargs: Any) -> Any:
-        """Calls ``optimizer.step`` for one subset of parameters after the other. Correct for PyTorch's optimizers only:
-        they update each parameter independently and keep nothing outside of groups and states."""
-        groups = self.optimizer.param_groups
-        held = [group["params"] for group in groups]
-        group_of = {id(p): i for i, params in enumerate(held) for p in params}
-        result = None
-        try:
-            for part in files.in_parts([p for params in held for p in params]):
-                for group in groups:
-                    group["params"] = []
-                for p in part:
-                    groups[group_of[id(p)]]["params"].append(p)
-                self.optimizer.param_groups = [group for group in groups if group["params"]]
-                result = self.optimizer.step(**kwargs)
-                for p in part:
-                    self._keep(files, p)
-        finally:
-            self.optimizer.param_groups = groups
-            for group, params in zip(groups, held, strict=True):
-                group["params"] = params
-        return result
-
-    def _keep(self, files: Files, part: Tensor) -> None:
-        """Moves the states of ``part`` to its file."""
-        state = self.optimizer.state.get(part, {})
-        for key, value in list(state.items()):
-            if isinstance(value, Tensor):
-                state[key] = files.keep(self.optimizer, part, key, value)
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
@@ -263,8 +221,6 @@ class ShardedStep:
             if id(value) in shown:
                 entry[key] = shown[id(value)][1]
             elif key not in self._besides and isinstance(value, Tensor) and value.dim() and value.shape == part.shape:
-                if self._files is not None:
-                    value = self._files.keep(self.optimizer, part, key, value)
                 entry[key] = self._parts.state(p, value)
 
     def _has_parts(self, p: Tensor, key: str, value: Any) -> bool:

@@ -308,7 +308,7 @@ def test_a_module_that_a_run_left_sharded_is_full_when_it_is_used(ranks2) -> Non
         assert _close(found, expected)
     kind, text = ranks2(_after_a_sharded_run, strategy, True)[1]["refused"]
     assert kind == "RuntimeError"
-    assert "a run has left sharded" in text
+    assert "a read of a sharded parameter or optimizer state" in text
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def test_a_state_that_is_touched_after_fit_is_full(ranks2, engine):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     _, (name, text) = ranks2(_momentum_after_fit, strategy, True)
     assert name == "RuntimeError"
-    assert "a read of a parameter or optimizer state that a run has left sharded on rank 1" in text
+    assert "a read of a sharded parameter or optimizer state on rank 1" in text
 
 
 def test_another_number_of_optimizers_is_refused_by_name(ranks2, tmp_path):

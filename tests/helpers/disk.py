@@ -9,10 +9,8 @@ import statistics
 import tempfile
 import threading
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as L
 import torch
@@ -58,6 +56,20 @@ def resident() -> dict[str, int]:
     return {"anonymous": sizes["RssAnon"], "files": sizes["RssFile"]}
 
 
+_SYNC, _PAGEOUT = 4, 21  # MS_SYNC and MADV_PAGEOUT of linux/mman.h
+
+
+def evict() -> None:
+    """Writes this process's files without names to the disk and drops their pages from memory."""
+    libc = ctypes.CDLL(None)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if " rw-s " in line and line.endswith("(deleted)"):
+            first, end = (int(number, 16) for number in line.split()[0].split("-"))
+            region = ctypes.c_void_p(first), ctypes.c_size_t(end - first)
+            libc.msync(*region, _SYNC)
+            libc.madvise(*region, _PAGEOUT)
+
+
 def _trim() -> None:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -69,10 +81,11 @@ class Watch(Callback):
     Args:
         trims: Whether free memory goes back to the kernel first where ``alive``, anonymous bytes before and after the
             optimizer steps, is looked at: a peak holds gaps between tensors, more of them on a busy machine.
+        evicts: Whether nothing of the files is in memory when a forward, a backward or an optimizer's step begins.
     """
 
-    def __init__(self, trims: bool = False) -> None:
-        self._trims, self.alive = trims, 0
+    def __init__(self, trims: bool = False, evicts: bool = False) -> None:
+        self._trims, self._evicts, self.alive = trims, evicts, 0
         self.steps: list[float] = []
         self.optimizer_steps: list[float] = []
         self.peak = {"anonymous": 0, "files": 0}
@@ -90,11 +103,17 @@ class Watch(Callback):
             self.traffic = traffic()
             self._sampler.start()
         self._began = time.perf_counter()
+        self._look()
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        self._look()
 
     def _look(self) -> None:
         if self._trims:
             _trim()
             self.alive = max(self.alive, resident()["anonymous"] - self.before["anonymous"])
+        if self._evicts:
+            evict()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self._look()
@@ -105,7 +124,6 @@ class Watch(Callback):
         if batch_idx >= WARM_STEPS:
             self.steps.append(now - self._began)
             self.optimizer_steps.append(now - self._stepped)
-        self._look()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._ended.set()
@@ -127,21 +145,19 @@ def steps(
     Args:
         settings: Of the strategy; with nvme its files go to ``folder``.
         num_steps: Measured, beside the warm ones.
-        short: Whether memory is taken to be short: what ``fsdp2`` lets go of is on the disk at once, and nowhere else.
+        short: Whether memory is taken to be short, so that each part of a step reads the disk.
     """
     from lightning_zero.config import OffloadConfig
-    from lightning_zero.engines.fsdp2.paged_file import PagedFile
 
     given = dict(settings)
     offload = given.pop("offload", {"target": "none"})
     if offload["target"] == "nvme":
         offload = {**offload, "path": folder}
     torch.manual_seed(0)
-    watch = Watch(trims)
+    watch = Watch(trims, short)
     module = Blocks(num_blocks, width)
-    forget = mock.patch.multiple(PagedFile, write_behind=PagedFile.forget, let_go=PagedFile.forget)
     total = WARM_STEPS + num_steps
-    with tempfile.TemporaryDirectory() as root, forget if short else nullcontext():
+    with tempfile.TemporaryDirectory() as root:
         trainer = zoo.make_trainer(
             {**given, "offload": OffloadConfig(**offload)},
             max_steps=total,

@@ -299,15 +299,19 @@ class LoadedStates(Zoo):
 
 
 class StatesWritten(Zoo):
-    """Momentum is damped, walked over, forgotten for one parameter and for all, by hand."""
+    """Momentum is damped, held over a step, walked over, forgotten for one parameter and for all, by hand."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         optimizer, head = self.optimizers().optimizer, self.net.head.weight
         if batch_idx == 1:
-            optimizer.state[head]["momentum_buffer"].mul_(0.5)
+            held = optimizer.state[head]["momentum_buffer"].mul_(0.5)
+            if self.current_epoch == 0:
+                self.held = held
             if self.current_epoch:
                 optimizer.state.clear()
         if batch_idx == 2:
+            if self.current_epoch == 0:
+                self.extra["held"] = full(self.held)
             norms = {id(p): state["momentum_buffer"].norm() for p, state in optimizer.state.items()}
             momenta = [full(norms[id(p)]) for p in self.parameters()]  # whichever was forgotten comes last there
             self.extra[f"momenta {self.current_epoch}"] = torch.stack(momenta)
@@ -354,6 +358,7 @@ TOO_OLD: dict[str, Any] = (
     if KNOWS_TRANSFORMS
     else {"refused": r"torch\.func .* torch below 2\.13.*torch>=2\.13, units=\[\]", "refused_deepspeed": ()}
 )
+OVERRIDES_BACKWARD = dict.fromkeys((1, 2, 3), "overrides LightningModule.backward, which engine='deepspeed'")
 TRANSFORMS = r"torch\.func .* stage 3 of engine='deepspeed'.*use stage=2, engine='fsdp2'"
 SPARSE = r"'embed' has sparse=True: .*Use sparse=False"
 
@@ -567,8 +572,10 @@ HELD: dict[str, Kind] = {
     ),
     "traced": Kind(module=_of(Traced)),
     "data_written_before_backward": Kind(module=_of(WritesBeforeBackward), reference=UNUSED),
-    "backward_reads_gradients": Kind(module=_of(ReadsInBackward), refused="move the code after loss.backward"),
-    "backward_overridden": Kind(module=_of(OwnBackward)),
+    "backward_reads_gradients": Kind(
+        module=_of(ReadsInBackward), refused="move the code after loss.backward", deepspeed_refuses=OVERRIDES_BACKWARD
+    ),
+    "backward_overridden": Kind(module=_of(OwnBackward), deepspeed_refuses=OVERRIDES_BACKWARD),
     "samples_in_inference_mode": Kind(module=_of(SamplesInInferenceMode), validates=True),
     "partial_forward": Kind(module=_of(PartialForward), dataset=longer, validates=True),
     "averaged_by_swa": Kind(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.nn import functional as F
 
-from tests.helpers.held import TOO_OLD, TRANSFORMS
+from tests.helpers.held import OVERRIDES_BACKWARD, TOO_OLD, TRANSFORMS
 from tests.helpers.zoo import KINDS, UNUSED, Kind, Zoo, _of, full, longer
 
 
@@ -301,10 +301,7 @@ KINDS.update(
             deepspeed_refuses=dict.fromkeys((2, 3), "between the micro-batches of an accumulation"),
         ),
         "retained_graph": Kind(module=_of(RetainedGraph)),
-        "several_backwards": Kind(
-            module=_of(SeveralBackwards),
-            deepspeed_refuses={3: "goes backward more than once, which DeepSpeed's stage 3"},
-        ),
+        "several_backwards": Kind(module=_of(SeveralBackwards), deepspeed_refuses=OVERRIDES_BACKWARD),
         "transforms_of_arguments": Kind(
             module=_of(TransformsOfArguments), deepspeed_refuses={3: TRANSFORMS}, **TOO_OLD
         ),

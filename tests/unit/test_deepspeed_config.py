@@ -96,7 +96,6 @@ def test_clipping_is_always_written() -> None:
         ({"bf16": {"enabled": True}}, {}, ["bf16.enabled=True", "precision='32-true'", "bf16-mixed"]),
         ({"bf16": {"enabled": False}}, {"precision": "bf16-mixed"}, ["bf16.enabled=False", "precision='bf16-mixed'"]),
         ({"fp16": {"enabled": True}}, {"device_type": "cuda"}, ["fp16.enabled=True", "16-mixed"]),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, {}, ["zero_quantized_weights=True", "CUDA", "bf16"]),
     ],
 )
 def test_a_file_that_contradicts_the_trainer_is_refused(file: Any, facts: Any, parts: list[str]) -> None:

@@ -21,7 +21,6 @@ _RATIO_SUB_GROUPS = 32
 """Sub-groups per rank. Partial offload moves entire sub-groups; with 32 of them the ratio is met within a few per
 cent."""
 
-_NEED_CUDA = ("zero_quantized_weights", "zero_quantized_gradients")
 _PRECISIONS = {"32": "fp32", "16": "fp16", "bf": "bf16", "64": "fp64"}
 _SECTIONS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 """Section of a config -> the dtype that it enables."""
@@ -124,18 +123,11 @@ def _check_device(raw: RawConfig, facts: RunFacts) -> None:
             f"precision={facts.precision!r}: DeepSpeed has no fp16 on a CPU; use bf16, with"
             " Trainer(precision='bf16-mixed')."
         )
-    zero = raw.section("zero_optimization")
-    if zero.get("zero_quantized_nontrainable_weights") is True:
+    if raw.section("zero_optimization").get("zero_quantized_nontrainable_weights") is True:
         raise ValueError(
             f"zero_quantized_nontrainable_weights=True in {raw.origin}: hooks and checkpoints need shards in the"
             " parameters' dtype; remove the key."
         )
-    for name in _NEED_CUDA if facts.device_type != "cuda" else ():
-        if zero.get(name) is True:
-            raise ValueError(
-                f"{name}=True in {raw.origin} on {facts.device_type!r}: DeepSpeed's quantization needs CUDA; remove the"
-                " key, or use precision='bf16-mixed', which also halves the bytes sent."
-            )
     if facts.dtype == "fp64":
         raise ValueError(
             f"precision={facts.precision!r}: DeepSpeed computes in 32 or 16 bits; use precision='32-true', or"

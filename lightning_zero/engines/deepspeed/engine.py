@@ -41,6 +41,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreement, shared_agreement
+from lightning_zero.comm.shards import to_host
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import leave_states
 from lightning_zero.engines.base import Engine, Root, refuse_late_hooks
@@ -68,7 +69,6 @@ from lightning_zero.engines.refusals import (
 from lightning_zero.engines.residency import Views
 from lightning_zero.private.torch import (
     DisableTorchFunction,
-    EnableTorchFunction,
     forget_meshes,
     is_compiled,
     own_parameters,
@@ -153,7 +153,7 @@ class DeepSpeedEngine(Engine):
     def _begin_residency(self) -> None:
         params = self._params
         self._views = Views({id(p): name for name, p in params.named.items()})
-        self._gradients = Gradients(params, self._under_way, self._reductions)
+        self._gradients = Gradients(params, self._reductions)
         self._store = DeepSpeedStore(
             params, self._under_way, self._views, self._gradients, self.backward, self._order.gathers
         )
@@ -167,6 +167,7 @@ class DeepSpeedEngine(Engine):
         self.check_parameters()
         if optimizers:
             refuse_sparse_gradients(self.module)
+            self._refuse_own_backward()
             params.refuse_training_replicated()
         self.end_window(waits=False)  # ends the window of configure_optimizers
         trainable = [p for p in params.named.values() if p.requires_grad and p in params.held]
@@ -296,9 +297,8 @@ class DeepSpeedEngine(Engine):
                 if takes:
                     shards.before_reductions()
                 self._engine.set_gradient_accumulation_boundary(takes)
-                reductions.begin(takes or self._stage3, waits=self.backward_is_users)
-                run = self._seen_by_user(run_backward) if self.backward_is_users else run_backward
-                private.backward(self._engine, run, reductions.end)
+                reductions.begin(takes or self._stage3)
+                private.backward(self._engine, run_backward, reductions.end)
                 shards.after_backward(takes)
             if sync:
                 reductions.end_window(self._order)
@@ -313,14 +313,14 @@ class DeepSpeedEngine(Engine):
                 " parameters trained from the start: use engine='fsdp2', or unfreeze it before the fit."
             )
 
-    def _seen_by_user(self, run_backward: Callable[[], None]) -> Callable[[], None]:
-        """Keeps user-code checks on in an overridden ``LightningModule.backward``, which may read ``p.grad`` early."""
-
-        def run() -> None:
-            with EnableTorchFunction():
-                run_backward()
-
-        return run
+    def _refuse_own_backward(self) -> None:
+        """Raises ``ValueError`` for an overridden ``LightningModule.backward``: DeepSpeed takes gradients as they
+        arrive, so such code could neither read them nor go backward again."""
+        if self.backward_is_users:
+            raise ValueError(
+                f"{type(self.module).__name__}.backward overrides LightningModule.backward, which engine='deepspeed'"
+                " does not support: scale or combine losses in training_step, or use engine='fsdp2'."
+            )
 
     # -- optimizer -----------------------------------------------------------------------------------------------
 
@@ -349,14 +349,8 @@ class DeepSpeedEngine(Engine):
         self._store_writes()
 
     def sharded_step(self, optimizer: Optimizer, declared: Collection[str]) -> ShardedStep:
-        parts = Pieces(
-            self._params.attached, self._piece_of, self._store.state, self.settle, self._store_writes, self._full_step
-        )
+        parts = Pieces(self._params.attached, self.settle, self._store_writes, self._full_step)
         return ShardedStep(optimizer, parts, declared, self.config.offloads_optimizer)
-
-    def _piece_of(self, value: Any) -> Tensor | None:
-        found = self._store.known_state(value)
-        return None if found is None else found.piece
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         shards = self._params.attached
@@ -373,12 +367,12 @@ class DeepSpeedEngine(Engine):
             return self._full.state_dict()
 
     def in_shards(self, state: dict[str, Any]) -> dict[str, Any]:
-        return self._full.optimizer_state(state, self._store.known_state)
+        return self._full.optimizer_state(state)
 
     def gathered_parameters(self) -> dict[Tensor, nn.Parameter]:
         self.end_window(self.hooks.anywhere)
         self._store_parameters()
-        return self._full.parameters()
+        return {p: nn.Parameter(private.gathered_copy(p), p.requires_grad) for p in self._params.held}
 
     def full_on_module(self) -> AbstractContextManager[None]:
         return self._under_way.during(Phase.FULL)
@@ -393,14 +387,15 @@ class DeepSpeedEngine(Engine):
 
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
         with torch.no_grad(), DisableTorchFunction():
-            return model_state(self._params, optimizers, self._store.known_state, self.config, self.device)
+            return model_state(self._params, optimizers, self.config, self.device)
 
     def restore(self, full: bool) -> None:
         self.end_residency()
         self._store_parameters()  # before masters are read
         with torch.no_grad(), DisableTorchFunction():
-            values = self._full.values_afterwards() if full else {}
-            self._full.leave_states(self._optimizers, self._store.known_state, self.failed)
+            values = {p: to_host(private.gathered_copy(p)) for p in self._params.shapes} if full else {}
+            if not self.failed:
+                self._full.states_to_rows(self._optimizers)
             leave_states(self._optimizers, full and self.config.after_fit == "whole")
             if self._stage3 and not full:
                 self._full.leave_parameters(self.failed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -11,17 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.later import Value
+from lightning_zero.checkpoint.later import Value, full_value
 from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.shards import as_shard, local
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.after_run import LeftState, leave_parameter
+from lightning_zero.engines.after_run import LeftState, entries, leave_parameter
 from lightning_zero.engines.base import undetached_state_dict
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.parameters import Parameters
-from lightning_zero.engines.deepspeed.store import State
 from lightning_zero.engines.model_state import ModelState, states_of
-from lightning_zero.engines.optimizer_family import family, states
 
 
 class FullState:
@@ -58,40 +56,24 @@ class FullState:
 
         return map_tensors(one, undetached_state_dict(self._params.module))
 
-    def optimizer_state(self, state: dict[str, Any], known: Callable[[Any], State | None]) -> dict[str, Any]:
-        """Returns ``optimizer.state_dict()`` in rows; ``known`` returns the ``State`` of those that are pieces."""
+    def optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns ``optimizer.state_dict()`` in rows, except states that user code has made full."""
 
         def one(path: Any, tensor: Tensor) -> Tensor:
-            found = known(tensor)
-            if found is not None:
-                return self.rows(self._params.attached.assemble(found.parameter, found.piece))
+            if isinstance(tensor, LeftState):
+                return self.rows(full_value(tensor.shard))
             return self.rows(private.gathered_copy(tensor)) if tensor in self._params.held else tensor
 
         return map_tensors(one, state)
 
-    def leave_states(self, optimizers: Iterable[Optimizer], known: Callable[[Any], State | None], failed: bool) -> None:
-        """Replaces pieces in the states of ``optimizers`` by rows (collective). After a run that ``failed`` other ranks
-        may be gone: then by states that assemble the pieces when user code touches them."""
-        for p, entry in (each for o in optimizers for of_all in states(family(o)) for each in of_all.items()):
+    def states_to_rows(self, optimizers: Iterable[Optimizer]) -> None:
+        """Replaces pieces in the states of ``optimizers`` by rows (collective)."""
+        for entry in entries(optimizers):
             for key, value in entry.items():
-                if (found := known(value)) is not None and failed:
-                    entry[key] = LeftState.of(self._params.attached.assembly(p, found.piece), value)
-                elif found is not None:
-                    entry[key] = self.rows(self._params.attached.assemble(p, found.piece))
+                if isinstance(value, LeftState):
+                    entry[key] = self.rows(full_value(value.shard))
 
     # -- full parameters -----------------------------------------------------------------------------------------
-
-    def parameters(self) -> dict[Tensor, nn.Parameter]:
-        """Returns full copies of the held parameters."""
-        return {p: nn.Parameter(private.gathered_copy(p), p.requires_grad) for p in self._params.held}
-
-    def values_afterwards(self) -> dict[Tensor, Tensor]:
-        """Returns full parameters on the CPU, in the user's strides."""
-        params = self._params
-        return {
-            p: torch.empty_strided(shape, params.strides[p], dtype=p.dtype).copy_(private.gathered_copy(p))
-            for p, shape in params.shapes.items()
-        }
 
     def leave_parameters(self, failed: bool) -> None:
         """Leaves this rank's rows of stage-3 parameters, on the CPU (collective). After a run that ``failed`` other
@@ -108,27 +90,20 @@ class FullState:
 def model_state(
     params: Parameters,
     optimizers: Iterable[Optimizer],
-    known: Callable[[Any], State | None],
     config: ZeroConfig,
     device: torch.device,
 ) -> ModelState:
-    """Counts the bytes on this rank, by kind and place; memory shared by several tensors once.
+    """Counts the bytes on this rank, by kind and place.
 
     DeepSpeed computes with one set of tensors and steps another, so *parameters* are the module's (stage 3: this rank's
     shards and all that is gathered) plus the masters. *Gradients* are averaged pieces, in buffers of their own.
-    ``known`` returns the :class:`State` of an optimizer state that is a piece.
     """
     state, shards = ModelState(), params.shards
-    counted: set[tuple[int, int]] = set()
 
     def here(kind: str, tensor: Tensor, moves: bool = False) -> None:
         """Counts bytes of this rank; without an accelerator, a tensor that offload ``moves`` counts as host memory."""
-        nbytes = tensor.numel() * tensor.element_size()
-        where = (tensor.data_ptr(), nbytes)
-        if nbytes and where not in counted:
-            counted.add(where)
-            on_host = moves if device.type == "cpu" else tensor.device.type == "cpu"
-            state.add_bytes(kind, nbytes, "host" if on_host else "device")
+        on_host = moves if device.type == "cpu" else tensor.device.type == "cpu"
+        state.add_bytes(kind, tensor.numel() * tensor.element_size(), "host" if on_host else "device")
 
     for p, shape in params.shapes.items():
         state.full["parameters"] += shape.numel() * p.element_size()
@@ -142,9 +117,10 @@ def model_state(
             here("gradients", flat, config.offloads_optimizer)
         for p in shards.with_grad:
             state.full["gradients"] += params.shapes[p].numel() * p.element_size()
-    for p, value in states_of(optimizers):
-        found = known(value)
-        part, numel = (value, value.numel()) if found is None else (found.piece, params.shapes[p].numel())
-        state.full["optimizer"] += numel * part.element_size()
-        here("optimizer", part, config.offloads_optimizer)
+    for _, value in states_of(optimizers):
+        state.full["optimizer"] += value.numel() * value.element_size()
+        if isinstance(value, LeftState):
+            shard = value.shard
+            value = shard.part if isinstance(shard, private.Assembly) else local(shard)
+        here("optimizer", value, config.offloads_optimizer)
     return state

@@ -15,10 +15,8 @@ from torch.optim import Optimizer
 from lightning_zero.comm.agree import all_reduce_mean
 from lightning_zero.engines.deepspeed.optimizer_step import parameters
 from lightning_zero.engines.deepspeed.parameters import Parameters
-from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
 from lightning_zero.engines.deepspeed.reductions import Reductions
-from lightning_zero.engines.refusals import refuse_gradients_in_backward
-from lightning_zero.private.torch import DisableTorchFunction, in_backward
+from lightning_zero.private.torch import DisableTorchFunction
 
 _NOT_YET = (
     "p.grad is read or assigned between the micro-batches of an accumulation, where DeepSpeed has only partial sums of"
@@ -30,26 +28,19 @@ class Gradients:
     """Serves user code's reads and writes of the gradients of ``params``.
 
     Args:
-        under_way: The engine's current activities.
         reductions: Knows whether an accumulation is unfinished, so that gradients are partial sums.
     """
 
-    def __init__(self, params: Parameters, under_way: UnderWay, reductions: Reductions) -> None:
-        self._params, self._under_way, self._reductions = params, under_way, reductions
+    def __init__(self, params: Parameters, reductions: Reductions) -> None:
+        self._params, self._reductions = params, reductions
         self._seen: dict[Tensor, tuple[Tensor, bool]] = {}  # the full gradient, and whether user code assigned it
-
-    def _refuse_in_backward(self) -> None:
-        """Raises in an overridden ``LightningModule.backward``, outside autograd: the gradients are incomplete."""
-        if Phase.BACKWARD in self._under_way and not in_backward():
-            refuse_gradients_in_backward()
 
     def read(self, p: Tensor, full: Callable[[], Tensor]) -> Tensor | None:
         """Returns ``p.grad``; ``full`` assembles the full gradient (collective)."""
-        self._refuse_in_backward()
         shards = self._params.shards
         with DisableTorchFunction():
             own = p.grad
-        if own is not None or shards is None or Phase.BACKWARD in self._under_way:
+        if own is not None or shards is None:
             return own
         if p not in shards.with_grad:
             if p in shards and self._reductions.window_open:
@@ -66,12 +57,8 @@ class Gradients:
 
     def write(self, p: Tensor, value: Tensor | None) -> None:
         """Implements ``p.grad = value``."""
-        self._refuse_in_backward()
         shards = self._params.shards
         with DisableTorchFunction():
-            if Phase.BACKWARD in self._under_way:
-                p.grad = value
-                return
             if value is not None and shards is not None and p in shards and self._reductions.window_open:
                 if p.grad is None:
                     raise ValueError(_NOT_YET)

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.checkpoint.later import full_value
-from lightning_zero.engines.after_run import LeftState
+from lightning_zero.engines.after_run import LeftState, without_memory
 from lightning_zero.engines.deepspeed.private import Shards, attributes
-from lightning_zero.private.torch import DisableTorchFunction
+from lightning_zero.private.torch import DisableTorchFunction, set_data
 
 
 class Joined(Optimizer):
@@ -43,16 +44,17 @@ class Joined(Optimizer):
 
 @dataclass(frozen=True)
 class Pieces:
-    """Implements :class:`~lightning_zero.engines.optimizer_step.Parts` on DeepSpeed's pieces."""
+    """Implements :class:`~lightning_zero.engines.optimizer_step.Parts` on DeepSpeed's pieces.
+
+    Between steps each state is a :class:`~lightning_zero.engines.after_run.LeftState`: it becomes full when user code
+    touches it, and stays full until the next step."""
 
     shards: Shards
-    of_state: Callable[[Any], Tensor | None]
-    """Returns the piece behind a tensor that ``state`` made."""
-    state: Callable[[Tensor, Tensor], Tensor]
-    """Makes the tensor that represents a piece of a state between steps."""
     settle: Callable[[], None]
     begin_full: Callable[[], None]
     full_step: Callable[[bool], AbstractContextManager[None]]
+    pieces_of: Any = field(default_factory=WeakIdKeyDictionary)
+    """The tensor that represents a state between steps -> :class:`Assembly`."""
 
     def of(self, p: Tensor) -> Tensor | None:
         return self.shards.master(p) if p in self.shards else None
@@ -84,6 +86,22 @@ class Pieces:
         elif dtype == p.dtype:
             dtype = master.dtype
         return self.shards.cut(p, full).to(master.device, dtype, copy=True)
+
+    def of_state(self, value: Any) -> Tensor | None:
+        found = self.pieces_of.get(value) if isinstance(value, Tensor) else None
+        if found is None:
+            return None
+        if not isinstance(value, LeftState):  # user code has read it, and may have written to it
+            found.part.copy_(found.of(value))
+            set_data(value, without_memory(value, value.device))
+            LeftState.leave(value, found)
+        return found.part
+
+    def state(self, p: Tensor, part: Tensor) -> Tensor:
+        assembly = self.shards.assembly(p, part)
+        full = LeftState.of(assembly, torch.empty(assembly.shape, dtype=part.dtype, device="meta"), p.device)
+        self.pieces_of[full] = assembly
+        return full
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Publishes the stepped masters to the module; otherwise the module's old values would overwrite them."""

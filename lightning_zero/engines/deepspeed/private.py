@@ -21,6 +21,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, cast
@@ -147,6 +148,27 @@ class Piece(NamedTuple):
     def of(self, flat: Tensor) -> Tensor:
         """Returns this piece of ``flat``, 1-D, a view."""
         return flat.detach().narrow(0, self.start, self.numel)
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A function that assembles the full tensor of which ``part``, 1-D, is this rank's piece (collective)."""
+
+    shape: torch.Size
+    first: int
+    """Index of the first element of ``part`` in the flattened tensor."""
+    part: Tensor
+
+    def __call__(self) -> Tensor:
+        full = self.part.new_zeros(self.shape.numel())
+        self.of(full).copy_(self.part)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(full)
+        return full.view(self.shape)
+
+    def of(self, full: Tensor) -> Tensor:
+        """Returns this rank's piece of ``full``, 1-D; a view if ``full`` is contiguous."""
+        return full.detach().reshape(-1).narrow(0, self.first, self.part.numel())
 
 
 # -- starting and ending -------------------------------------------------------------------------------------------
@@ -394,11 +416,6 @@ def give_zeros(p: Any) -> None:
     p.data = kept
 
 
-def is_in_bucket(engine: Any, p: Any) -> bool:
-    """Whether the gradient of a stage-3 parameter waits in a bucket, where a second one would be added to it."""
-    return any(p is each for bucket in engine.optimizer.ipg_buckets.values() for each in bucket.params)
-
-
 # -- locations of tensors ------------------------------------------------------------------------------------------
 
 
@@ -431,9 +448,9 @@ class Shards(ABC):
         """
         return self.assembly(p, local)()
 
-    def assembly(self, p: Tensor, local: Tensor) -> Callable[[], Tensor]:
+    def assembly(self, p: Tensor, local: Tensor) -> Assembly:
         """Returns the function that does the same later, even when DeepSpeed is gone."""
-        return partial(_assembled, self.shapes[p], self.pieces[p].offset, local)
+        return Assembly(self.shapes[p], self.pieces[p].offset, local)
 
     def cut(self, p: Tensor, full: Tensor) -> Tensor:
         """Returns this rank's piece of ``full``, a tensor of the full shape of ``p``, 1-D; a view if ``full`` is
@@ -649,14 +666,6 @@ def leave_shard(p: Any) -> None:
             set_data(p, p.detach().clone())
 
 
-def _assembled(shape: torch.Size, first: int, part: Tensor) -> Tensor:
-    full = part.new_zeros(shape.numel())
-    full.narrow(0, first, part.numel()).copy_(part)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(full)
-    return full.view(shape)
-
-
 def _shard(p: Any) -> tuple[int, Tensor]:
     """Returns this rank's elements of a stage-3 parameter, 1-D without padding, and the index of the first one."""
     part = p.ds_tensor
@@ -664,9 +673,9 @@ def _shard(p: Any) -> tuple[int, Tensor]:
     return first, part.detach().narrow(0, 0, min(part.ds_numel, p.ds_numel - first))
 
 
-def assembly(p: Any) -> Callable[[], Tensor]:
+def assembly(p: Any) -> Assembly:
     """Returns a function that assembles a stage-3 parameter from its shards, even when DeepSpeed is gone."""
-    return partial(_assembled, p.ds_shape, *_shard(p))
+    return Assembly(p.ds_shape, *_shard(p))
 
 
 def store_part(p: Any) -> None:

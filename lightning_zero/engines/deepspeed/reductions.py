@@ -35,9 +35,8 @@ _OUTSIDE = (
     " arrives. Call it in training_step, or use engine='fsdp2' (or stage=1)."
 )
 _AGAIN = (
-    "LightningModule.backward of this module goes backward more than once, which DeepSpeed's stage {} does not support:"
-    " call backward once, on the sum of the losses; or use manual optimization with self.manual_backward(loss,"
-    " retain_graph=True) for each, {}engine='fsdp2'."
+    "a parameter got a second gradient in one backward (it is used in several blocks that are recomputed with"
+    " use_reentrant=True), which DeepSpeed does not support: use use_reentrant=False, or engine='fsdp2'."
 )
 
 
@@ -62,8 +61,7 @@ class Reductions:
         self._arrived: set[Tensor] = set()  # in this backward
         self._given: set[Tensor] = set()  # handed over in this backward
         self._next: list[Tensor] = []  # not handed over yet in this backward; the next one is the last in the list
-        self._waits = self._in_turn = self._comes_twice = False
-        self._is_first = True
+        self._in_turn = False
         self.used: set[Tensor] = set()
         self.window_open = False
 
@@ -71,44 +69,36 @@ class Reductions:
         """Takes the gradients of ``trained``, the parameters in the flats of DeepSpeed's ``engine``."""
         self._trained = trained
         self._give = private.take_gradients(engine, self._arrives)
-        self._is_in_bucket = lambda p: self._stage == 3 and private.is_in_bucket(engine, p)
 
     # -- one backward --------------------------------------------------------------------------------------------
 
-    def begin(self, reduces: bool, waits: bool) -> None:
-        """Starts a backward.
-
-        Args:
-            reduces: Whether DeepSpeed reduces this backward's gradients, or accumulates them on the parameters.
-            waits: At stages 1 and 2: whether to hand over at the end only, because parameters may receive several
-                gradients.
-        """
+    def begin(self, reduces: bool) -> None:
+        """Starts a backward. ``reduces`` tells whether DeepSpeed reduces its gradients, or accumulates them on the
+        parameters."""
         self._arrived.clear()
         self._given.clear()
         fills = self._fills and reduces
         self._in_turn = fills and self._stage < 3
-        self._waits = waits or self._comes_twice or self._is_first  # the first backward shows whether any comes twice
         self._next = [p for p in self._trained if p.requires_grad] if fills else []
 
     def _arrives(self, p: Tensor) -> None:
         """Is called for each gradient that autograd has accumulated on ``p``.
 
         Raises:
-            ValueError: If the gradient comes from a backward outside the engine's step, or if an earlier gradient of
-                ``p`` is in a bucket already.
+            ValueError: If the gradient comes from a backward outside the engine's step, or if DeepSpeed has a gradient
+                of ``p`` from this backward already.
         """
         if Phase.BACKWARD not in self._under_way:
             if self._stage > 1:
                 raise ValueError(_OUTSIDE)
             self._give(p)
             return
-        if p in self._given and (self._stage < 3 or self._is_in_bucket(p)):
-            raise ValueError(_AGAIN.format(self._stage, "stage=2, or " if self._stage == 3 else "or "))
-        self._comes_twice = self._comes_twice or p in self._arrived
+        if p in self._given:
+            raise ValueError(_AGAIN)
         self._arrived.add(p)
         if not self._in_turn:
             self._hand_over(p)
-        while self._in_turn and not self._waits and self._next and self._next[-1] in self._arrived:
+        while self._in_turn and self._next and self._next[-1] in self._arrived:
             self._hand_over(self._next.pop())
 
     def _hand_over(self, p: Tensor) -> None:
@@ -119,7 +109,6 @@ class Reductions:
     def end(self) -> None:
         """Hands over the remaining gradients. Must run before DeepSpeed's own epilogue, which reduces the last
         bucket."""
-        self._is_first = False
         while self._next:
             p = self._next.pop()
             if p not in self._given:

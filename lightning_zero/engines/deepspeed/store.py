@@ -1,7 +1,7 @@
 """DeepSpeed's side of :mod:`~lightning_zero.engines.residency`: opens and closes its parameters by their keys.
 
-With P parameters, parameter ``n`` has the key ``n``, and its gradient the key ``P + n``. Optimizers' states have keys
-from ``2 P`` on, in the order in which they were made, which all ranks share.
+With P parameters, parameter ``n`` has the key ``n``, and its gradient the key ``P + n``. Optimizers' states have no
+keys: see ``optimizer_step``.
 
 At stages 1 and 2 a parameter is always full, a view of DeepSpeed's buffer. At stage 3 DeepSpeed allocates it when its
 module runs, and empties it afterwards; an empty parameter has shape (0,). A parameter that user code has open lies in
@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.gradients import Gradients
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
 from lightning_zero.engines.refusals import require_shape
-from lightning_zero.engines.residency import Resharded, Residency, Views
+from lightning_zero.engines.residency import Residency, Views
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     set_data,
@@ -34,14 +32,6 @@ from lightning_zero.private.torch import (
     users_of,
     version_of,
 )
-
-
-class State(NamedTuple):
-    """A state of an optimizer that steps on pieces; ``piece`` is this rank's part, 1-D."""
-
-    key: int
-    parameter: Tensor
-    piece: Tensor
 
 
 class DeepSpeedStore:
@@ -83,9 +73,6 @@ class DeepSpeedStore:
         self._versions: dict[int, int] = {}  # key -> the parameter's version when it was last stored
         self._maybe_written: set[int] = set()  # keys of writes that a version does not show
         self._buffers: dict[int, tuple[Any, int]] = {}  # stages 1 and 2: each buffer and its number of users
-        self._states: Any = WeakIdKeyDictionary()  # the full tensor that users see -> State
-        self._states_by_key: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self._num_states = 0  # states made so far; never decreases, so that keys stay unique
         if self._stage3:
             for p in params.held:
                 private.watch(p, self.before_empty)
@@ -99,10 +86,7 @@ class DeepSpeedStore:
             self._buffers = {key: (buffer, users_of(buffer)) for key, buffer in buffers.items()}
 
     def end(self) -> None:
-        """Drops all parameters, which are ordinary tensors again, and states: a touch of one that is left raises."""
-        for full in self._states:
-            if isinstance(full, Resharded):
-                full.residency = None
+        """Drops all parameters, which are ordinary tensors again."""
         self._own.clear()
         self._params.clear()
         self._homes.clear()
@@ -124,8 +108,6 @@ class DeepSpeedStore:
         return [self._params[key]] if key < len(self._params) else ()
 
     def name(self, key: int) -> str:
-        if key >= 2 * len(self._params):
-            return "an optimizer's state"
         number = key % len(self._params)
         found = next((name for name, p in self._module.named.items() if p is self._params[number]), "?")
         return f"parameter {found!r}" if key == number else f"the gradient of parameter {found!r}"
@@ -147,7 +129,7 @@ class DeepSpeedStore:
     # -- opening and closing -------------------------------------------------------------------------------------
 
     def is_here(self, key: int) -> bool:
-        if key >= len(self._params):  # a gradient, or a state
+        if key >= len(self._params):  # a gradient
             return False
         if self._stage3:
             private.land(self._params[key])
@@ -158,45 +140,22 @@ class DeepSpeedStore:
         if key < num:
             p = self._params[key]
             return [p.data if self.is_here(key) else private.gathered_copy(p)]
-        if key < 2 * num:
-            return [self._gradients.assembled(self._params[key - num])]
-        full, shards = self._states_by_key.get(key), self._module.shards
-        if full is None or shards is None:
-            raise RuntimeError(
-                "an optimizer's state is read that does not exist on every rank: create the state on every rank"
-            )
-        _, p, piece = self._states[full]
-        return [shards.assemble(p, piece)]
+        return [self._gradients.assembled(self._params[key - num])]
 
     def open(self, key: int, values: list[Tensor]) -> list[Tensor]:
-        if key >= len(self._params):
-            self._states_by_key[key].open(values[0])
-            return []
         if not self.is_here(key):
             set_data(self._params[key], values[0])
         return []
 
     def is_held(self, key: int) -> bool:
-        if key < len(self._params):
-            p = self._params[key]
-            in_place = self.is_here(key) and key not in self._homes
-            return not in_place and self._views.are_held(p, users_of(p.untyped_storage()) - 1)
-        full = self._states_by_key.get(key)
-        return full is not None and users_of(full.untyped_storage()) > 1
+        p = self._params[key]
+        in_place = self.is_here(key) and key not in self._homes
+        return not in_place and self._views.are_held(p, users_of(p.untyped_storage()) - 1)
 
     def close(self, key: int) -> None:
-        if key < len(self._params):
-            p = self._params[key]
-            self._store(p)
-            self._leave(key, p)
-            return
-        full, shards = self._states_by_key.get(key), self._module.shards
-        if full is None:  # already freed
-            return
-        _, p, piece = self._states[full]
-        if shards is not None:
-            piece.copy_(shards.cut(p, full))
-        Resharded.close(full, key, self.residency)
+        p = self._params[key]
+        self._store(p)
+        self._leave(key, p)
 
     def _leave(self, key: int, p: Any) -> None:
         """Puts ``p`` back into DeepSpeed's memory, or empties ``p`` if DeepSpeed has none for it."""
@@ -210,22 +169,6 @@ class DeepSpeedStore:
             private.empty(p)
         storage = place.untyped_storage()
         self._views.leave(p, storage, users_of(storage) - 1)
-
-    # -- states --------------------------------------------------------------------------------------------------
-
-    def state(self, p: Tensor, piece: Tensor) -> Tensor:
-        """Makes the tensor of the full shape of ``p`` that represents ``piece``, a state of ``p``, between steps."""
-        key = 2 * len(self._params) + self._num_states
-        self._num_states += 1
-        full = torch.empty(self._module.shapes[p], dtype=piece.dtype, device=p.device)
-        self._states[full], self._states_by_key[key] = State(key, p, piece), full
-        Resharded.close(full, key, self.residency)
-        return full
-
-    def known_state(self, value: Any) -> State | None:
-        """Returns the state if ``value`` was made by :meth:`state`."""
-        found: State | None = self._states.get(value) if isinstance(value, Tensor) else None
-        return found
 
     # -- writes --------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@
   states are in host memory, pinned on an accelerator, and the optimizer steps there. The device holds the gathered
   parameters inside a step, stage 1's unsharded gradients until the last micro-batch, and the replicated parameters,
   which are small and would each need a copy of their own. With ``offload="nvme"`` the sharded parameters and the
-  states are in the memory of a mapped file, not pinned (see ``files``).
+  states are in the memory of mapped files, not pinned (see ``files``).
 
 [Plan of one optimizer step, A micro-batches]
 
@@ -227,13 +227,9 @@ class Fsdp2Engine(Engine):
 
     def _before_unshard(self, key: int, group: private.Group) -> None:
         self.residency.close(key)  # user code may have opened the memory into which the group is gathered
-        if self._files is not None:
-            self._files.before_gather(group)
 
     def _before_reshard(self, key: int, group: private.Group) -> None:
         self._writes.dropped(key, group)
-        if self._files is not None:
-            self._files.after_use(group)
 
     def touches(self, key: int) -> None:
         if self._is_in_step():
@@ -493,8 +489,11 @@ class Fsdp2Engine(Engine):
         self._close_windows()
 
     def sharded_step(self, optimizer: Optimizer, declared: Collection[str]) -> ShardedStep:
-        parts = Rows(self._identity.shards, self.settle, self._begin_full, self._full_step)
-        return ShardedStep(optimizer, parts, declared, self._on_host, self._files)
+        events = self.settle, self._begin_full, self._full_step
+        if self._files is None:
+            return ShardedStep(optimizer, Rows(self._identity.shards, *events), declared, self._on_host)
+        parts = Rows(self._identity.shards, *events, keep=self._files.keep)
+        return ShardedStep(optimizer, parts, declared, self._on_host, self._files.creating_states)
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         self.end_window(self.hooks.before_step)
@@ -574,8 +573,6 @@ class Fsdp2Engine(Engine):
             leave_states(self.optimizers or (), self.config.after_fit == "whole" and full, moves=full)
             if full:
                 self._transport.close()
-            if self._files is not None:
-                self._files.close()
 
 
 def choose_transport(config: ZeroConfig, device: torch.device, mesh: DeviceMesh) -> Transport:

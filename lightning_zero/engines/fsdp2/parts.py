@@ -21,6 +21,7 @@ class Rows:
 
     Args:
         shards: The user's parameters -> their shards.
+        keep: Moves a state to its file, with offload to NVMe.
         settle, begin_full, full_step: Methods of the engine.
     """
 
@@ -30,8 +31,9 @@ class Rows:
         settle: Callable[[], None],
         begin_full: Callable[[], None],
         full_step: Callable[[bool], AbstractContextManager[None]],
+        keep: Callable[[Tensor], Tensor] = lambda state: state,
     ) -> None:
-        self._shards = shards
+        self._shards, self._keep = shards, keep
         self.settle, self.begin_full, self.full_step = settle, begin_full, full_step
 
     def of(self, p: Tensor) -> Tensor | None:
@@ -66,4 +68,4 @@ class Rows:
         return local(value) if isinstance(value, DTensor) else None
 
     def state(self, p: Tensor, part: Tensor) -> Tensor:
-        return as_shard(part, self._shards[p])
+        return as_shard(self._keep(part), self._shards[p])

@@ -625,8 +625,8 @@ def gather_in_place(group: Group, gather: Gather) -> None:
     group.finalize_backward = finalize_backward
 
 
-def move_shards(group: Group, move: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
-    """Replace the flat shards by ``move(flat shards)``, copies in other memory; return the new local tensors.
+def move_shards(group: Group, move: Callable[[list[Tensor]], list[Tensor]]) -> None:
+    """Replace the flat shards by ``move(flat shards)``, copies in other memory.
 
     Call this right after ``fully_shard``, before anybody has taken the shards. Empty shards are not moved.
     """
@@ -637,7 +637,6 @@ def move_shards(group: Group, move: Callable[[list[Tensor]], list[Tensor]]) -> l
         p._sharded_param_data = data
         # .data: a view would keep the memory alive
         p.sharded_param._local_tensor = data.view(p.padded_sharded_param_size)[:rows].data
-    return [p.sharded_param._local_tensor for p in params]
 
 
 def drop_shard(p: ShardedParam) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import socket
 import sys
+import tempfile
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -14,7 +17,6 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.engines.base import Engine
-from lightning_zero.engines.offload_path import folder_for_files
 from lightning_zero.engines.optimizer_step import fusible_groups
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.run import EngineRun, Place
@@ -61,8 +63,11 @@ class Fsdp2Run(EngineRun):
         assert size != "auto", "the strategy has put a number in its place"
         here = min(place.local_size, ranks)
         need = TENSORS_IN_FILES * here / size * sum(p.numel() * p.element_size() for p in module.parameters())
-        given, default = self.config.offload.path, os.path.join(default_root_dir, "offload")
-        engine.offload_path = folder_for_files(given, default, need, agreement, place.local_rank == 0)
+        given = self.config.offload.path
+        engine.offload_path = os.path.join(default_root_dir, "offload") if given is None else given
+        with agreement.raise_if_any_failed():
+            if place.local_rank == 0:
+                _require_room(engine.offload_path, given is None, need)
         if place.local_rank == 0:
             print(
                 f"offload: about {need / 2**30:.3g} GiB go to unnamed files in {engine.offload_path}, which are deleted"
@@ -77,4 +82,25 @@ class Fsdp2Run(EngineRun):
         return (
             f"offload={self.config.offload.target!r}: {', '.join(names)} steps in host memory with PyTorch's fused"
             " kernel, because neither fused nor foreach was set."
+        )
+
+
+def _require_room(folder: str, is_default: bool, need_bytes: float) -> None:
+    """Raises ``ValueError`` if no file can be created in ``folder``, or its disk has less than ``need_bytes`` free."""
+    name, host = f"offload.path={folder!r}" + (" (the default)" if is_default else ""), socket.gethostname()
+    try:
+        if is_default:
+            os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"0")
+    except OSError as error:
+        raise ValueError(
+            f"{name} cannot be used on {host} ({error.strerror}): create the folder, mount the disk, change its"
+            " permissions, or set another path."
+        ) from error
+    free = shutil.disk_usage(folder).free
+    if free < need_bytes:
+        raise ValueError(
+            f"{name} has {free / 2**30:.3g} GiB free on {host}, but this run writes about {need_bytes / 2**30:.3g} GiB"
+            " there: free some space, set another path, or use offload='cpu'."
         )
