@@ -45,8 +45,7 @@ def convert(
     """Writes the checkpoint ``source`` to ``target`` as ``form``; returns the form.
 
     Args:
-        source, target: Paths. ``source`` is a file, a sharded directory, or DeepSpeed's own folder, of which weights
-            are read and no optimizer states. ``target`` must not exist.
+        source, target: Paths. ``target`` must not exist.
         form: One of :data:`~lightning_zero.checkpoint.FORMATS`; by default :func:`default_format`.
         weights_only: Unless ``False``, nothing beyond torch's allow-list is unpickled.
         prefix: For safetensors: prefix to remove from the parameters' names. By default the name of the module's only
@@ -61,20 +60,12 @@ def convert(
     if fs.exists(place):
         raise CheckpointError(f"{target} already exists: choose another name, or delete it.")
     agreement = Agreement(alone=True)
-    loaded = _load(source, weights_only, agreement)
+    loaded = load(source, weights_only, agreement)
     try:
         _write(loaded, target, form, agreement, prefix)
     finally:
         loaded.close()
     return form
-
-
-def _load(source: str, weights_only: bool | None, agreement: Agreement) -> Loaded:
-    from lightning_zero.checkpoint import deepspeed as deepspeed_checkpoint
-
-    if deepspeed_checkpoint.find(source) is None:
-        return load(source, weights_only, agreement)
-    return Loaded(deepspeed_checkpoint.read(source, weights_only))
 
 
 def _write(loaded: Loaded, target: str, form: str, agreement: Agreement, prefix: str | None) -> None:

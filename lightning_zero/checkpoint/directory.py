@@ -179,7 +179,7 @@ def commit(path: str, data: str, unfinished: str) -> None:
         file.sync_folder(Path(target) / data)
         file.sync_folder(Path(target))
     with file.writing(f"{path}/{layout.MARKER}") as stream:
-        stream.write(layout.marker_text(data).encode())
+        stream.write(json.dumps({"format": layout.FORMAT, "data": data}).encode())
     if isinstance(fs, LocalFileSystem):
         file.sync_folder(Path(target).parent)
     for other in fs.ls(target, detail=False):
@@ -188,11 +188,16 @@ def commit(path: str, data: str, unfinished: str) -> None:
             fs.rm(other, recursive=True)
 
 
-def remove(path: Path) -> None:
-    """Deletes a sharded directory, its marker first: after a kill half-way the rest does not count as a checkpoint."""
-    (path / layout.MARKER).unlink(missing_ok=True)
-    file.sync_folder(path)
-    shutil.rmtree(path)
+def remove(path: str) -> bool:
+    """Deletes the sharded directory at the local ``path``, its marker first: after a kill half-way the rest does not
+    count as a checkpoint. Returns ``False``, and deletes nothing, if ``path`` is anything else."""
+    fs, target = fsspec.core.url_to_fs(path)
+    if not isinstance(fs, LocalFileSystem) or not os.path.isdir(target) or os.path.islink(target):
+        return False
+    Path(target, layout.MARKER).unlink(missing_ok=True)
+    file.sync_folder(Path(target))
+    shutil.rmtree(target)
+    return True
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -228,6 +233,11 @@ def read(path: Path, weights_only: bool | None) -> dict[str, Any]:
 _COPIED_AT_ONCE = ("state_dict", "optimizer_states")
 
 
+def is_begun(path: Path) -> bool:
+    """Whether a save of this package has put something into the folder ``path``."""
+    return (path / layout.MARKER).exists() or any(path.glob(layout.DATA_PREFIX + "*"))
+
+
 def complete_data(path: Path) -> Path:
     """Returns the data folder that ``path``'s marker declares complete.
 
@@ -236,20 +246,34 @@ def complete_data(path: Path) -> Path:
     """
     marker = path / layout.MARKER
     if not marker.is_file():
-        # If the folder is empty, the save was killed before it had made its data folder.
-        begun = any(path.glob(layout.DATA_PREFIX + "*")) or (path.is_dir() and not any(path.iterdir()))
-        what = "its saving was interrupted" if begun else "it is not a sharded checkpoint of lightning_zero"
-        complete = [p.parent.name for p in sorted(path.absolute().parent.glob(f"*/{layout.MARKER}"))]
+        raise CheckpointError(f"{path}: {layout.MARKER} is missing, so {_without_marker(path)}.")
+    try:
+        content = json.loads(marker.read_text(encoding="utf-8", errors="replace"))
+        found, data = int(content["format"]), Path(content["data"]).name
+    except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
-            f"{path}: {layout.MARKER} is missing, so {what}. "
-            + (f"Complete ones in the same folder: {', '.join(complete)}." if complete else "Use another checkpoint.")
+            f"{marker} is damaged, or lightning_zero did not write it ({error!r}): use another checkpoint."
+        ) from error
+    if found != layout.FORMAT:
+        raise CheckpointError(
+            f"{path} has format {found}, this version reads {layout.FORMAT}: convert it into one file with the version"
+            " that wrote it (lightning-zero convert)."
         )
-    data = layout.read_marker(marker.read_text(encoding="utf-8", errors="replace"), str(path))
-    folder = path / data
     for name in (layout.REST, layout.INDEX):
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name} is missing: the checkpoint is damaged, use another one.")
-    return folder
+        if not (path / data / name).is_file():
+            raise CheckpointError(f"{path / data / name} is missing: the checkpoint is damaged, use another one.")
+    return path / data
+
+
+def _without_marker(path: Path) -> str:
+    if (path / "zero_to_fp32.py").is_file():
+        return (
+            "it is not a sharded checkpoint of lightning_zero but DeepSpeed's own: run the zero_to_fp32.py in it, and"
+            " read the result with lightning_zero.load_pretrained"
+        )
+    if is_begun(path) or not any(path.iterdir()):  # killed before or after it had made its data folder
+        return "its saving was interrupted: use another checkpoint"
+    return "it is not a sharded checkpoint of lightning_zero: use another checkpoint"
 
 
 class Piece(NamedTuple):
@@ -309,8 +333,11 @@ class Index:
         return rows
 
     def _stored(self, key: str, piece: Piece, dtype: torch.dtype) -> Tensor:
+        with open(self.folder / piece.file, "rb") as stream:
+            stream.seek(piece.start)
+            content = io.BytesIO(stream.read(piece.nbytes))
         try:
-            tensor = torch.load(self._content(piece), map_location="cpu", weights_only=True)
+            tensor = torch.load(content, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError) as error:
             tensor = error
         if not isinstance(tensor, Tensor) or (list(tensor.shape), tensor.dtype) != (piece.sizes, dtype):
@@ -319,11 +346,6 @@ class Index:
                 " another checkpoint."
             )
         return tensor
-
-    def _content(self, piece: Piece) -> io.BytesIO:
-        with open(self.folder / piece.file, "rb") as stream:
-            stream.seek(piece.start)
-            return io.BytesIO(stream.read(piece.nbytes))
 
     def _require_files(self) -> None:
         ends: dict[str, int] = {}

@@ -20,8 +20,8 @@ from torch import nn
 from lightning_zero.checkpoint import directory, file
 from lightning_zero.checkpoint.collected import Collected
 from lightning_zero.checkpoint.layout import EXTRA
-from lightning_zero.checkpoint.resume import Resume, collect
-from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, remove, together
+from lightning_zero.checkpoint.resume import collect, resume
+from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, together
 from lightning_zero.comm.agree import IN_BACKGROUND, Agreement
 from lightning_zero.private.lightning import TUNERS_FILES, checkpoint_connector
 from lightning_zero.private.torch import DisableTorchFunction, pytree
@@ -182,7 +182,7 @@ class Saving:
 
         def remove_it() -> None:
             try:
-                if not remove(os.fspath(filepath)):
+                if not directory.remove(os.fspath(filepath)):
                     checkpoint_io.remove_checkpoint(filepath)
             except OSError as error:  # a warning is enough: only this rank is here, and nothing depends on it
                 rank_zero_warn(f"{filepath} could not be deleted: {error}")
@@ -221,7 +221,7 @@ class Saving:
         After a tuner's trial steps, loaders and random states are not restored, as under DDP."""
         if self._loaded is not None:
             if self._continues:
-                Resume(self._loaded.content, self.agreement).apply(trainer)
+                resume(self._loaded.content, trainer, self.agreement)
             self._forget_loaded()
 
     def _forget_loaded(self) -> None:

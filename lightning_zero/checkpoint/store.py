@@ -6,16 +6,14 @@ before the next collective, which would otherwise wait for the failed rank.
 
 from __future__ import annotations
 
-import atexit
 import copy
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import fsspec
 import torch
@@ -42,18 +40,17 @@ def is_directory(path: str) -> bool:
     return bool(fs.isdir(target))
 
 
-class Loaded:
+class Loaded(NamedTuple):
     """A checkpoint's content, and the local copy that must stay on the disk while the content is read."""
 
-    def __init__(self, content: dict[str, Any], fetched: Path | None = None) -> None:
-        self.content = content
-        self._fetched = fetched
+    content: dict[str, Any]
+    copy: tempfile.TemporaryDirectory[str] | None = None
+    """The copy of a remote checkpoint, on the rank that made it; deleted when this process ends at the latest."""
 
     def close(self) -> None:
-        """Deletes the local copy of a remote checkpoint. Call it when no rank of this host reads the copy any more."""
-        if self._fetched is not None:
-            shutil.rmtree(self._fetched, ignore_errors=True)
-            self._fetched = None
+        """Deletes the local copy. Call it when no rank of this host reads the copy any more."""
+        if self.copy is not None:
+            self.copy.cleanup()
 
 
 def load(path: str, weights_only: bool | None, agreement: Agreement) -> Loaded:
@@ -67,14 +64,22 @@ def load(path: str, weights_only: bool | None, agreement: Agreement) -> Loaded:
         CheckpointError: On every rank, if any rank finds the checkpoint incomplete, damaged or foreign.
     """
     fs, target = together(agreement, lambda: fsspec.core.url_to_fs(path))
-    if isinstance(fs, LocalFileSystem):
-        return Loaded(together(agreement, lambda: _read(target, weights_only)))
-    fetched = _fetch(path, agreement)
-    try:
-        return Loaded(together(agreement, lambda: _read(str(fetched / "checkpoint"), weights_only)), fetched)
-    except BaseException:
-        shutil.rmtree(fetched, ignore_errors=True)
-        raise
+    copy = None
+    if not isinstance(fs, LocalFileSystem):
+        hosts = agreement.gather(socket.gethostname())
+        first = hosts.index(hosts[agreement.rank])
+        copy = together(agreement, lambda: _fetched(fs, target, path) if agreement.rank == first else None)
+        target = f"{agreement.gather(copy and copy.name)[first]}/checkpoint"
+    return Loaded(together(agreement, lambda: _read(target, weights_only)), copy)
+
+
+def _fetched(fs: Any, target: str, path: str) -> tempfile.TemporaryDirectory[str]:
+    """Copies a remote checkpoint to ``checkpoint`` in a new folder on this host."""
+    if not fs.exists(target):
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    folder = tempfile.TemporaryDirectory(prefix="lightning_zero-")
+    fs.get(target, os.path.join(folder.name, "checkpoint"), recursive=bool(fs.isdir(target)))
+    return folder
 
 
 def load_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> dict[str, Any]:
@@ -87,9 +92,18 @@ def load_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> 
         FileNotFoundError: If there is nothing at ``path``.
         CheckpointError: If the checkpoint is incomplete, damaged, foreign, or more than ``weights_only`` admits.
     """
-    loaded = load(os.fspath(path), weights_only, Agreement(alone=True))
-    atexit.register(loaded.close)
+    return load_for_good(os.fspath(path), weights_only, Agreement(alone=True))
+
+
+def load_for_good(path: str, weights_only: bool | None, agreement: Agreement) -> dict[str, Any]:
+    """Returns the content of :func:`load` for readers that may read it until this process ends (collective)."""
+    loaded = load(path, weights_only, agreement)
+    _kept.append(loaded)
     return loaded.content
+
+
+_kept: list[Loaded] = []
+"""Checkpoints that may be read until this process ends."""
 
 
 def _read(path: str, weights_only: bool | None) -> dict[str, Any]:
@@ -103,34 +117,6 @@ def _read(path: str, weights_only: bool | None) -> dict[str, Any]:
             " module.load_state_dict, or use another checkpoint."
         )
     return content
-
-
-def _fetch(path: str, agreement: Agreement) -> Path:
-    """Copies ``path`` to this host, and returns a folder with the copy, named ``checkpoint`` (collective). The first
-    rank of each host makes the copy."""
-    hosts = agreement.gather(socket.gethostname())
-    first = hosts.index(hosts[agreement.rank])
-
-    def fetch() -> str:
-        if agreement.rank != first:
-            return ""
-        fs, target = fsspec.core.url_to_fs(path)
-        if not fs.exists(target):
-            raise FileNotFoundError(f"Checkpoint file not found: {path}")
-        folder = tempfile.mkdtemp(prefix="lightning_zero-")
-        fs.get(target, os.path.join(folder, "checkpoint"), recursive=bool(fs.isdir(target)))
-        return folder
-
-    return Path(agreement.gather(together(agreement, fetch))[first])
-
-
-def remove(path: str) -> bool:
-    """Deletes the sharded directory at ``path``. Returns ``False``, and deletes nothing, if it is anything else."""
-    fs, target = fsspec.core.url_to_fs(path)
-    if isinstance(fs, LocalFileSystem) and os.path.isdir(target) and not os.path.islink(target):
-        directory.remove(Path(target))
-        return True
-    return False
 
 
 class BackgroundSaver:
