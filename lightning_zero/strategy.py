@@ -228,21 +228,10 @@ class ZeroStrategy(Launched, DDPStrategy):
         super()._configure_launcher()
 
     def _get_process_group_backend(self) -> str:
-        # Agreements run on the CPUs' backend, so that no step waits for the device.
         device = self.root_device.type
-        default = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
-        backend = self.config.process_group_backend or default
-        if {part.split(":")[-1] for part in backend.split(",")} - set(dist.Backend.backend_list):
-            raise ValueError(
-                f"process_group_backend={backend!r}: torch.distributed has {', '.join(dist.Backend.backend_list)};"
-                f" use one of them, or None for {default!r}."
-            )
-        if self._steps_on_host and not _serves_cpus(backend):
-            raise ValueError(
-                f"process_group_backend={backend!r} with offload={self.config.offload.target!r}: gradients are in host"
-                f" memory and so are their norms, which need a CPU backend; use {default!r}, or None for it."
-            )
-        return backend
+        backend = self.config.process_group_backend or dist.get_default_backend_for_device(device)
+        # Agreements and offloaded gradients use the CPUs' backend, so that no step waits for the device.
+        return backend if device == "cpu" or ":" in backend else f"cpu:gloo,{device}:{backend}"
 
     # -- set-up and end ------------------------------------------------------------------------------------------
 
@@ -409,12 +398,6 @@ class ZeroStrategy(Launched, DDPStrategy):
             # Otherwise PyTorch rounds pinned blocks up to a power of two. It reads this at the first use of the device.
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:1")
         super().setup_environment()
-        if self._steps_on_host and self.world_size > 1 and not _serves_cpus(dist.get_backend_config()):
-            raise ValueError(
-                f"offload={self.config.offload.target!r}: an earlier Trainer or your code has opened a process group"
-                f" without a CPU backend ({dist.get_backend_config()}), which norms of gradients in host memory need:"
-                " give that Trainer DDPStrategy(process_group_backend='cpu:gloo,cuda:nccl')."
-            )
         self._map_from(MAPPED_FROM_BYTES)
         self._agreement = shared_agreement(self.config.timeout_seconds)
         set_run_agreement(self._agreement)
@@ -716,10 +699,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.config.keep_global_batch and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             keep_global_batch(content, trainer, self.world_size)
         return content
-
-
-def _serves_cpus(backend: str) -> bool:
-    return "cpu" in dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
 
 
 def check_libraries(engine: str) -> None:

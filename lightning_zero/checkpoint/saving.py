@@ -49,7 +49,8 @@ class Saving:
     def __init__(self, form: str) -> None:
         self._form = form
         self.collecting = Collecting.NOTHING
-        self._memory: Collected | None = None
+        self.memory_on_rank_0: Collected | None = None
+        """The memory for one file while it is collected; ``None`` if every rank gets full tensors."""
         self._barrier: Callable[[], None] = _nothing  # no lambda: copies of a Trainer are pickled
         self._end_reads: Callable[[], None] = _nothing
         self._agreement: Agreement | None = None
@@ -98,7 +99,7 @@ class Saving:
         self.collecting = Collecting.FOR_RANK_0 if self._form == "file" else Collecting.SHARDS
         if self.collecting is Collecting.FOR_RANK_0:
             folder = getattr(trainer.checkpoint_callback, "dirpath", None)
-            self._memory = Collected([folder, trainer.default_root_dir])
+            self.memory_on_rank_0 = Collected([folder, trainer.default_root_dir])
         try:
             checkpoint: dict[str, Any] = type(connector).dump_checkpoint(connector, weights_only)
             if self.agreement.rank == 0:  # before end_reads: copying parameters may need the other ranks' rows
@@ -112,7 +113,7 @@ class Saving:
                 )
             raise
         finally:
-            self._memory = None
+            self.memory_on_rank_0 = None
             self.collecting = Collecting.NOTHING
         return checkpoint
 
@@ -120,11 +121,6 @@ class Saving:
         """Returns the state for a copy of a Trainer, which has had the same runs but agrees with its process only."""
         state = type(self)(self._form).__dict__
         return state if self._agreement is None else {**state, "_agreement": Agreement(alone=True)}
-
-    @property
-    def memory_on_rank_0(self) -> Collected | None:
-        """The memory for one file while it is collected; ``None`` if every rank gets full tensors."""
-        return self._memory
 
     def end(self, run_failed: bool) -> None:
         """Waits for background saves. A failed one raises, or only warns if the run has failed already."""

@@ -523,7 +523,6 @@ def _fit_badly(strategy: Any, module: type[Zoo]) -> list[float]:
     [
         ({"stage": 3, "units": ["Blok*"]}, Zoo, ["units=", "Blok*", "Block"]),
         ({"stage": 2, "units": ["net.blocks"]}, Zoo, ["units=", "net.blocks", "containers"]),
-        ({"stage": 3, "process_group_backend": "carrier_pigeon"}, Zoo, ["process_group_backend='carrier_pigeon'"]),
         ({"stage": 1}, NothingToTrain, ["NothingToTrain", "no trainable parameter"]),
         ({"stage": 3}, ReplacesParameter, ["net.head.weight", "replaced"]),
         ({"stage": 1}, ReplacesInMidRun, ["net.head.weight", "replaced"]),

