@@ -50,18 +50,18 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
         CheckpointError: On every rank, if any cannot write; an earlier checkpoint at ``path`` stays intact.
     """
     data = layout.DATA_PREFIX + uuid.uuid4().hex[:12]
-    path, data, unfinished = agreement.gather((path, data, file.unfinished(data)))[0]
+    path, data = agreement.gather((path, data))[0]
     fs, target = fsspec.core.url_to_fs(path)
     is_local = isinstance(fs, LocalFileSystem)
     with contextlib.ExitStack() as stack:
         temporary = "" if is_local else stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_zero-"))
-        folder = Path(target) / unfinished if is_local else Path(temporary)
+        folder = Path(target) / _UNFINISHED if is_local else Path(temporary)
         try:
             with agreement.raise_if_any_failed(), file.naming(path):
                 if agreement.rank == 0:
                     prepare(path)
-                    if is_local:
-                        file.remove_stale(Path(target).absolute().parent, f"*/{layout.DATA_PREFIX}")
+                    if is_local:  # what a killed save has left
+                        shutil.rmtree(folder, ignore_errors=True)
             with agreement.raise_if_any_failed(), file.naming(path):
                 folder.mkdir(parents=True, exist_ok=True)
                 tensors, rest = split(checkpoint)
@@ -78,13 +78,17 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
         except BaseException:
             if agreement.rank == 0:
                 with contextlib.suppress(OSError):
-                    fs.rm(f"{target}/{unfinished if is_local else data}", recursive=True)
+                    fs.rm(f"{target}/{_UNFINISHED if is_local else data}", recursive=True)
                 with contextlib.suppress(OSError):
                     fs.rmdir(target)  # succeeds only if no other save is in it
             raise
         with agreement.raise_if_any_failed(), file.naming(path):
             if agreement.rank == 0:
-                commit(path, data, unfinished)
+                commit(path, data)
+
+
+_UNFINISHED = layout.DATA_PREFIX + file.UNFINISHED
+"""Name of a local data folder that is being written."""
 
 
 def prepare(path: str) -> None:
@@ -169,12 +173,12 @@ def _pieces(metadata: Metadata) -> dict[str, list[Piece]]:
     }
 
 
-def commit(path: str, data: str, unfinished: str) -> None:
-    """Renames the folder ``unfinished`` inside ``path`` to ``data``, declares it complete, and deletes older data
-    folders except unfinished ones. A remote folder has the name ``data`` from the start."""
+def commit(path: str, data: str) -> None:
+    """Renames the data folder inside ``path`` to ``data``, declares it complete, and deletes older ones. A remote
+    folder has the name ``data`` from the start."""
     fs, target = fsspec.core.url_to_fs(path)
     if isinstance(fs, LocalFileSystem):
-        (Path(target) / unfinished).rename(Path(target) / data)
+        (Path(target) / _UNFINISHED).rename(Path(target) / data)
         Index(Path(target) / data)  # raises if another host wrote its files to a disk that is not shared
         file.sync_folder(Path(target) / data)
         file.sync_folder(Path(target))
@@ -184,7 +188,7 @@ def commit(path: str, data: str, unfinished: str) -> None:
         file.sync_folder(Path(target).parent)
     for other in fs.ls(target, detail=False):
         name = other.rstrip("/").rpartition("/")[2]
-        if name.startswith(layout.DATA_PREFIX) and name != data and not name.endswith(file.UNFINISHED):
+        if name.startswith(layout.DATA_PREFIX) and name != data:
             fs.rm(other, recursive=True)
 
 

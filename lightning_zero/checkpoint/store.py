@@ -92,12 +92,7 @@ def load_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> 
         FileNotFoundError: If there is nothing at ``path``.
         CheckpointError: If the checkpoint is incomplete, damaged, foreign, or more than ``weights_only`` admits.
     """
-    return load_for_good(os.fspath(path), weights_only, Agreement(alone=True))
-
-
-def load_for_good(path: str, weights_only: bool | None, agreement: Agreement) -> dict[str, Any]:
-    """Returns the content of :func:`load` for readers that may read it until this process ends (collective)."""
-    loaded = load(path, weights_only, agreement)
+    loaded = load(os.fspath(path), weights_only, Agreement(alone=True))
     _kept.append(loaded)
     return loaded.content
 

@@ -6,13 +6,9 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from lightning_zero.checkpoint import directory, file
-from lightning_zero.checkpoint.store import load_for_good, together
-from lightning_zero.comm.agree import Agreement
 from lightning_zero.errors import CheckpointError
 
 
@@ -26,27 +22,20 @@ class Stored(NamedTuple):
     """The tensor's name in the file."""
 
 
-def find(path: str, weights_only: bool | None, agreement: Agreement) -> list[Stored]:
-    """Returns the weights at ``path`` (collective).
+def find(path: Path, weights_only: bool | None) -> list[Stored]:
+    """Returns the weights at the local ``path``.
 
     ``path`` is a folder of safetensors or of transformers' ``pytorch_model.bin``, with or without an index; one such
-    file; or a checkpoint of this package, file or folder, also at an fsspec URL.
+    file; or a checkpoint of this package, file or folder.
 
     Raises:
-        FileNotFoundError: On every rank, if there is nothing that can be read.
-        CheckpointError: On every rank, if a file is damaged or foreign.
+        FileNotFoundError: If there is nothing that can be read.
+        CheckpointError: If a file is damaged or foreign.
     """
-    fs, target = together(agreement, lambda: fsspec.core.url_to_fs(path))
-    if isinstance(fs, LocalFileSystem):
-        return together(agreement, lambda: _read(Path(target), weights_only))
-    return _of_state(load_for_good(path, weights_only, agreement)["state_dict"], path)
-
-
-def _read(path: Path, weights_only: bool | None) -> list[Stored]:
     if not path.exists():
         raise FileNotFoundError(
-            f"{path} does not exist: load_pretrained reads local folders and files; download a model from the Hub with"
-            " huggingface_hub.snapshot_download first."
+            f"{path} does not exist: load_pretrained reads local folders and files; download a model with"
+            " huggingface_hub.snapshot_download, or a checkpoint with fsspec, first."
         )
     if path.is_dir() and directory.is_begun(path):
         return _of_state(directory.read(path, weights_only)["state_dict"], str(path))
