@@ -83,7 +83,6 @@ from lightning_zero.private.check import check
 from lightning_zero.private.lightning import (
     LIGHTNING,
     TORCHMETRICS,
-    forget_optimizers,
     given_checkpoint_io,
     layer_sync,
     set_device,
@@ -266,7 +265,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         if fitting:
-            forget_optimizers(self)
+            self.optimizers, self.lr_scheduler_configs = [], []  # of an earlier run, which would stay in memory
         if self._shards:
             self._start_engine(trainer)
         else:

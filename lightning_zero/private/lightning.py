@@ -80,7 +80,6 @@ LIGHTNING = Library(
         # strategies
         Needed(f"{_STRATEGIES}:Strategy.__init__", stores="_checkpoint_io _launcher _precision_plugin"),
         Needed(f"{_STRATEGIES}:Strategy.launcher.fget", stores="_launcher"),
-        Needed(f"{_STRATEGIES}:Strategy._reset_optimizers_and_schedulers", takes="self"),
         Needed(f"{_STRATEGIES}:ParallelStrategy.__init__", stores="_layer_sync"),
         Needed(f"{_STRATEGIES}:DDPStrategy.__init__", stores="_timeout _start_method _ddp_comm_hook"),
         Needed(f"{_STRATEGIES}:DDPStrategy._configure_launcher", takes="self"),
@@ -270,12 +269,6 @@ def layer_sync(strategy: Any) -> Any:
     """Returns the plugin that converts BatchNorm to its synchronized kind and back; ``None`` without
     ``sync_batchnorm``."""
     return strategy._layer_sync
-
-
-def forget_optimizers(strategy: Any) -> None:
-    """Drops the optimizers of an earlier run, as DDP does before it makes new ones. Otherwise both would stay in
-    memory."""
-    strategy._reset_optimizers_and_schedulers()
 
 
 def given_checkpoint_io(strategy: Any) -> Any:
