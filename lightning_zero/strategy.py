@@ -277,7 +277,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.engine is not None:
             self.engine.attach(optimizers, trainer_facts(trainer))
         self.setup_precision_plugin()
-        self._saving.follow(trainer, self._serve_reads, self._end_reads)
+        self._saving.follow(trainer)
         self._map_from(MAPPED_IN_STEPS_FROM_BYTES)
         if self.engine is not None:  # after configure_optimizers, so that states created there are sharded as well
             self._undo.enter_context(self.engine.view())
@@ -505,30 +505,32 @@ class ZeroStrategy(Launched, DDPStrategy):
     # Each first serves the parameter reads of other ranks. Without that, a rank that still reads parameters in its
     # hook would wait for this rank, and this rank for it.
 
-    def _serve_reads(self) -> None:
+    def serve_reads(self) -> None:
+        """Waits for the other ranks' reads of parameters, before ranks wait for each other (collective)."""
         if self.engine is not None:
             self.engine.wait_for_reads()
 
-    def _end_reads(self) -> None:
+    def end_reads(self) -> None:
+        """Ends the time in which rank 0 alone may have read parameters (collective)."""
         if self.engine is not None:
             self.engine.end_window()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._serve_reads()
+        self.serve_reads()
         super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._serve_reads()
+        self.serve_reads()
         return super().broadcast(obj, src)
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        self._serve_reads()
+        self.serve_reads()
         if isinstance(tensor, Tensor):  # it may be in host memory, and gloo cannot average
             return super().reduce(tensor.to(self.root_device), group, reduce_op).to(tensor.device)
         return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        self._serve_reads()
+        self.serve_reads()
         return super().all_gather(tensor, group, sync_grads)
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -612,7 +614,7 @@ class ZeroStrategy(Launched, DDPStrategy):
     def _collected(self, call: str, of_shards: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Returns the state ``of_shards`` with full tensors (collective), but as it is for a sharded checkpoint."""
         collecting = self._saving.collecting
-        self._serve_reads()
+        self.serve_reads()
         if collecting is Collecting.NOTHING:
             self.agreement.gather(None, call)
         state = of_shards()
@@ -662,7 +664,7 @@ class ZeroStrategy(Launched, DDPStrategy):
                 make_parameters_full(self.lightning_module)
             yield
             return
-        self._serve_reads()
+        self.serve_reads()
         self.agreement.gather(None, "strategy.full_parameters()")
         with self.engine.full_parameters(modify):
             yield

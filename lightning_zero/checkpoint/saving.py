@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
@@ -51,8 +50,6 @@ class Saving:
         self.collecting = Collecting.NOTHING
         self.memory_on_rank_0: Collected | None = None
         """The memory for one file while it is collected; ``None`` if every rank gets full tensors."""
-        self._barrier: Callable[[], None] = _nothing  # no lambda: copies of a Trainer are pickled
-        self._end_reads: Callable[[], None] = _nothing
         self._agreement: Agreement | None = None
         self._loaded: Loaded | None = None
         self._continues = False
@@ -77,24 +74,18 @@ class Saving:
         """Begins a run. Call it before set-up: checkpoints are loaded into the module before it is sharded."""
         self._agreement, self.collecting = agreement, Collecting.NOTHING
 
-    def follow(self, trainer: Any, barrier: Callable[[], None], end_reads: Callable[[], None]) -> None:
+    def follow(self, trainer: Any) -> None:
         """Lets :attr:`collecting` tell Lightning's own collection of a checkpoint from a user's call.
 
         Stays in effect after the run: a checkpoint of a module that stays sharded is collected in the same way.
-
-        Args:
-            trainer: The trainer whose checkpoints are collected.
-            barrier: Called before ranks wait for each other.
-            end_reads: Called after rank 0 alone may have read parameters.
         """
-        self._barrier, self._end_reads = barrier, end_reads
         checkpoint_connector(trainer).dump_checkpoint = functools.partial(self.collect, trainer)
 
     def collect(self, trainer: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Collects a checkpoint as Lightning does; each rank gets its part according to the strategy's form."""
         connector = checkpoint_connector(trainer)
         trainer.lightning_module.trainer = trainer  # copies of modules leave it out
-        self._barrier()
+        trainer.strategy.serve_reads()
         self.agreement.gather(None, "trainer.save_checkpoint()")
         self.collecting = Collecting.FOR_RANK_0 if self._form == "file" else Collecting.SHARDS
         if self.collecting is Collecting.FOR_RANK_0:
@@ -104,7 +95,7 @@ class Saving:
             checkpoint: dict[str, Any] = type(connector).dump_checkpoint(connector, weights_only)
             if self.agreement.rank == 0:  # before end_reads: copying parameters may need the other ranks' rows
                 checkpoint = {key: _apart(value) for key, value in checkpoint.items()}
-            self._end_reads()
+            trainer.strategy.end_reads()
         except Exception as error:
             if "meta" in str(error) and hasattr(error, "add_note"):
                 error.add_note(
@@ -168,11 +159,6 @@ class Saving:
                     self._background = BackgroundSaver(self.agreement.with_kind(IN_BACKGROUND))
                 self._background.save(checkpoint, path)
 
-    def wait(self) -> None:
-        """Waits until nothing is being written; raises if a save failed."""
-        if self._background is not None:
-            self._background.wait()
-
     def remove(self, filepath: Any, checkpoint_io: Any) -> None:
         """Deletes a checkpoint, on one rank, after pending saves: the checkpoint that replaces it is complete first."""
 
@@ -224,10 +210,6 @@ class Saving:
         if self._loaded is not None:
             self._loaded.close()
             self._loaded = None
-
-
-def _nothing() -> None:
-    """Default for callbacks before :meth:`Saving.follow`: there is no run whose ranks could wait for each other."""
 
 
 def _apart(value: Any) -> Any:
