@@ -204,8 +204,9 @@ class RawConfig:
         for part in ("optimizer", "param"):
             section = self.section("zero_optimization").get(f"offload_{part}")
             if section is not None:
-                devices[part] = section.get("device", "none")
-                _one_of(f"{self.origin}: offload_{part}.device", devices[part], OFFLOAD_TARGETS)
+                device = devices[part] = section.get("device", "none")
+                if device not in OFFLOAD_TARGETS:
+                    raise ValueError(f"{self.origin}: offload_{part}.device={device!r}: use 'none' or 'cpu'.")
         return devices
 
 
@@ -477,11 +478,9 @@ class PlanConfig:
 
 # -- the types of values ---------------------------------------------------------------------------------------------
 
-_LEAST = {
-    **dict.fromkeys(("min_unit_numel", "hook_budget_bytes", "headroom"), 0),
-    "shard_size": 2,
-}
-"""Setting -> its smallest value, where that is not 1 for a whole number and above 0 for any other number."""
+_LEAST = {**dict.fromkeys(("min_unit_numel", "hook_budget_bytes", "headroom"), 0), "shard_size": 2}
+"""Setting -> its smallest value; other numbers must be above 0."""
+_KINDS = {bool: "True or False", str: "a name", int: "a whole number", float: "a number", type(None): "None"}
 _hints: Any = functools.cache(get_type_hints)
 
 
@@ -491,43 +490,32 @@ def _check_types(config: Any, where: str = "") -> None:
     Only literals, switches, numbers and names are compared; values of other types have checks of their own.
     """
     for name, hint in _hints(type(config)).items():
-        value = getattr(config, name)
+        value, least = getattr(config, name), _LEAST.get(name)
         members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-        checks = [_admitted(name, member, value) for member in members]
-        if any(fits for fits, _ in checks):
-            continue
-        choices = [choice for member in members for choice in get_args(member)]
-        raise ValueError(_not_one_of(where + name, value, [text for _, texts in checks for text in texts], choices))
+        if not any(_admits(member, value, least) for member in members):
+            admitted = " or ".join(_admitted(member, least) for member in members)
+            words = [word for member in members for word in get_args(member) if isinstance(word, str)]
+            meant = closest(value, words) if words and isinstance(value, str) else ""
+            raise ValueError(f"{where}{name}={value!r}: use {admitted}.{meant}")
 
 
-def _admitted(name: str, hint: Any, value: Any) -> tuple[bool, list[str]]:
-    """Returns whether a type without alternatives admits ``value`` for the setting, and which values it admits."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+def _admits(hint: Any, value: Any, least: float | None) -> bool:
+    """Whether a type without alternatives admits ``value``."""
     if get_origin(hint) is Literal:
-        return any(value == v and type(value) is type(v) for v in get_args(hint)), [repr(v) for v in get_args(hint)]
-    if hint is type(None):
-        return value is None, ["None"]
-    if hint is bool:
-        return isinstance(value, bool), ["True", "False"]
-    if hint is str:
-        return isinstance(value, str) and bool(value), ["a name"]
-    if hint is int:
-        least = _LEAST.get(name, 1)
-        return is_number and isinstance(value, int) and value >= least, [f"a whole number, {least} or more"]
-    if hint is float:
-        limit = f"of {_LEAST[name]} or more" if name in _LEAST else "above 0"
-        return is_number and (value > 0 or value == _LEAST.get(name)), [f"a number {limit}"]
-    return True, []
+        return any(value == each and type(value) is type(each) for each in get_args(hint))
+    if hint in (int, float):
+        is_number = isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
+        return is_number and (value > 0 if least is None else value >= least)
+    return hint not in _KINDS or (isinstance(value, hint) and value != "")
 
 
-def _not_one_of(name: str, value: Any, texts: Sequence[str], choices: Sequence[Any]) -> str:
-    hint = closest(value, choices) if isinstance(value, str) and any(isinstance(c, str) for c in choices) else ""
-    return f"{name}={value!r}: use {', '.join(texts[:-1])}{' or ' if texts[1:] else ''}{texts[-1]}.{hint}"
-
-
-def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    if value not in allowed:
-        raise ValueError(_not_one_of(name, value, [repr(each) for each in allowed], allowed))
+def _admitted(hint: Any, least: float | None) -> str:
+    """The values that the type admits, in words."""
+    if get_origin(hint) is Literal:
+        words = ", ".join(map(repr, get_args(hint)))
+        return f"one of {words}" if "," in words else words
+    bound = "above 0" if least is None else f"of {least} or more"
+    return f"{_KINDS[hint]} {bound}" if hint in (int, float) else _KINDS[hint]
 
 
 def _require_target(config: Any, where: str) -> None:

@@ -26,7 +26,7 @@ INSTEAD = ["use engine='fsdp2'", "strategy='zero3_nvme'", "offload='cpu'"]
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"stage": 4}, ["stage=4", "1, 2 or 3"]),
+        ({"stage": 4}, ["stage=4", "1, 2, 3"]),
         ({"engine": "fsdp"}, ["engine='fsdp'", "Did you mean 'fsdp2'"]),
         ({"offload": True}, ["offload.target=True", "'cpu'"]),
         ({"offload": {"targt": "cpu"}}, ["offload.targt='cpu'", "Did you mean 'target'"]),
