@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,8 @@ from lightning_zero.strategy import ZeroStrategy
 
 def make_strategy(config: ZeroConfig) -> ZeroStrategy:
     """Makes the strategy for ``config``: an :class:`AutoStrategy` if ``config.auto``, else a :class:`ZeroStrategy`."""
-    return (AutoStrategy if config.auto else ZeroStrategy).from_config(config)
+    settings: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(config)}
+    return (AutoStrategy if config.auto else ZeroStrategy)(**settings)
 
 
 class AutoStrategy(ZeroStrategy):
@@ -29,11 +31,9 @@ class AutoStrategy(ZeroStrategy):
 
     strategy_name = "zero_auto"
 
-    def _take(self, config: ZeroConfig, **lightning_arguments: Any) -> None:
-        super()._take(config if config.auto else config.with_(auto=True), **lightning_arguments)
-        self.plan: Plan | None = None
-        """The plan of the last fit, on rank 0 only."""
-        self._asked: OffloadConfig | None = None  # the user's setting; config has the last choice
+    plan: Plan | None = None
+    """The plan of the last fit, on rank 0 only."""
+    _asked: OffloadConfig | None = None  # the user's setting; config has the last choice
 
     def _resolve_stage(self, trainer: Any) -> None:
         self._asked = self._asked or self.config.offload

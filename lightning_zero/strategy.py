@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -91,9 +91,6 @@ from lightning_zero.private.lightning import (
 )
 from lightning_zero.private.torch import TORCH, VERSION, convert
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 _NO_COMPILE = CompileConfig()
 _KEEP_ALL = ActivationCheckpointingConfig()
 
@@ -151,31 +148,18 @@ class ZeroStrategy(Launched, DDPStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         given = locals()
-        self._take(
-            ZeroConfig(**{f.name: given[f.name] for f in fields(ZeroConfig)}),
+        self.config = config = ZeroConfig(**{f.name: given[f.name] for f in fields(ZeroConfig)})
+        # Private names of DeepSpeed and Hydra are checked on first use: both take long to import and may be missing.
+        for library in (TORCH, LIGHTNING, TORCHMETRICS, *([FULLY_SHARD] if config.engine == "fsdp2" else [])):
+            check(library)
+        self.start_method, self.rank_logs = config.start_method, config.rank_logs
+        DDPStrategy.__init__(
+            self,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-        )
-
-    @classmethod
-    def from_config(cls, config: ZeroConfig, **lightning_arguments: Any) -> Self:
-        """Makes a strategy from a validated config; ``lightning_arguments`` are those that the Trainer sets."""
-        strategy = cls.__new__(cls)
-        strategy._take(config, **lightning_arguments)  # noqa: SLF001
-        return strategy
-
-    def _take(self, config: ZeroConfig, **lightning_arguments: Any) -> None:
-        """Initializes the strategy from a config; the constructor, the registered names, LightningCLI and Hydra all end
-        here."""
-        check_libraries(config.engine)
-        self.config = config
-        self.start_method, self.rank_logs = config.start_method, config.rank_logs
-        DDPStrategy.__init__(
-            self,
-            **lightning_arguments,
             process_group_backend=config.process_group_backend,
             timeout=timedelta(seconds=config.timeout_seconds),
         )
@@ -188,7 +172,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._agreement: Agreement | None = None
         self._saving = Saving(config.checkpoint)
         self._run: EngineRun = (DeepSpeedRun if config.engine == "deepspeed" else Fsdp2Run)(config)
-        self._saving.refuse_plugin(lightning_arguments.get("checkpoint_io"))
+        self._saving.refuse_plugin(checkpoint_io)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -700,15 +684,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.config.keep_global_batch and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             keep_global_batch(content, trainer, self.world_size)
         return content
-
-
-def check_libraries(engine: str) -> None:
-    """Raises ``MovedError`` if a private name that every run uses has changed in the installed libraries.
-
-    Private names of DeepSpeed and Hydra are checked on first use: both take long to import and may be missing.
-    """
-    for library in (TORCH, LIGHTNING, TORCHMETRICS, *([FULLY_SHARD] if engine == "fsdp2" else [])):
-        check(library)
 
 
 def all_but_parameters_to(module: nn.Module, device: torch.device) -> None:
