@@ -169,7 +169,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._failed = False  # whether this run raised; then other ranks may be anywhere, so no collectives
         self._undo = ExitStack()
         """Undoes what lasts for one run: the view of the engine, and changes to the Trainer's loops."""
-        self._agreement: Agreement | None = None
         self._saving = Saving(config.checkpoint)
         self._run: EngineRun = (DeepSpeedRun if config.engine == "deepspeed" else Fsdp2Run)(config)
         self._saving.refuse_plugin(checkpoint_io)
@@ -230,8 +229,7 @@ class ZeroStrategy(Launched, DDPStrategy):
                 f" that left shards with after_fit={self.config.after_fit!r}: copy the module"
                 " (copy.deepcopy(module), on every rank) or call trainer.save_checkpoint; or use after_fit='whole'."
             )
-        agreement = None if self._agreement is None else Agreement(alone=True)
-        return {**super().__getstate__(), "_agreement": agreement}
+        return super().__getstate__()
 
     def setup(self, trainer: Any) -> None:
         module: Any = self.lightning_module
@@ -382,10 +380,10 @@ class ZeroStrategy(Launched, DDPStrategy):
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:1")
         super().setup_environment()
         self._map_from(MAPPED_FROM_BYTES)
-        self._agreement = shared_agreement(self.config.timeout_seconds)
-        set_run_agreement(self._agreement)
-        self._saving.begin(self._agreement)
-        begin_reads(self.agreement)
+        agreement = shared_agreement(self.config.timeout_seconds)
+        set_run_agreement(agreement)
+        self._saving.begin(agreement)
+        begin_reads(agreement)
 
     def _map_from(self, nbytes: int) -> None:
         if self.root_device.type == "cpu":  # with an accelerator, gathered parameters are not in malloc's heap
@@ -565,8 +563,7 @@ class ZeroStrategy(Launched, DDPStrategy):
     @property
     def agreement(self) -> Agreement:
         """The channel on which ranks agree on everything outside the engine."""
-        assert self._agreement is not None
-        return self._agreement
+        return self._saving.agreement
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's full state dict on the CPU, with the module's own names, on every rank (collective).

@@ -72,7 +72,7 @@ class Saving:
 
     def begin(self, agreement: Agreement) -> None:
         """Begins a run. Call it before set-up: checkpoints are loaded into the module before it is sharded."""
-        self._agreement, self.collecting = agreement, Collecting.NOTHING
+        self._agreement = agreement
 
     def follow(self, trainer: Any) -> None:
         """Lets :attr:`collecting` tell Lightning's own collection of a checkpoint from a user's call.
