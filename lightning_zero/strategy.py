@@ -52,13 +52,11 @@ from lightning_zero.config import (
 )
 from lightning_zero.engines.advice import advice_on
 from lightning_zero.engines.after_run import (
-    AfterRun,
     begin_reads,
     has_left_parameters,
     has_left_states,
     left_shards,
     make_parameters_full,
-    where_memory_allows,
 )
 from lightning_zero.engines.base import Engine, require, undetached_state_dict
 from lightning_zero.engines.deepspeed.run import DeepSpeedRun
@@ -401,32 +399,19 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def _end_run(self) -> None:
         self._undo.close()
-        if self.engine is None:
-            self._run.end()
-            if self.lightning_module is not None and on_meta(self.lightning_module):
-                self._end_parts()  # the run ended before the module was materialized: nothing to move
-            else:
-                super().teardown()
-            return
+        engine, module = self.engine, self.lightning_module
         try:
-            self.engine.end_reads(together=not self._failed)
-            after = self._after_run()
-            self._end_engine(after)
+            if engine is not None:
+                self._end_engine(engine)
         except BaseException:
             self._failed = True
-            self._run.end()
             raise
-        module = self.lightning_module
-        if module is not None:
-            sync = layer_sync(self)
-            self.model = sync.revert(module) if sync else module
-            if after is AfterRun.WHOLE:
-                module.cpu()
-        self._run.end()
-        self._end_parts()
-
-    def _end_parts(self) -> None:
-        """Does what Lightning's own ``teardown`` does, except moving the module."""
+        finally:
+            self._run.end()
+        if engine is None and not (module is not None and on_meta(module)):
+            super().teardown()
+            return
+        # All that Lightning's own teardown does, except moving the module: it is on the meta device or has its place.
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
@@ -434,32 +419,38 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    def _after_run(self) -> AfterRun:
+    def _end_engine(self, engine: Engine) -> None:
+        engine.end_reads(together=not self._failed)
+        full = self._becomes_full(engine)
+        engine.failed = self._failed
+        engine.restore(full)
+        self.engine = None
+        if hasattr(self.precision_plugin, "engine"):
+            self.precision_plugin.engine = None
+        if (module := self.lightning_module) is not None:
+            sync = layer_sync(self)
+            self.model = sync.revert(module) if sync else module
+            if full:
+                module.cpu()
+
+    def _becomes_full(self, engine: Engine) -> bool:
         """Decides whether the module is unsharded after the run (collective).
 
         After an error it is not collective: other ranks may be anywhere, and the error must appear at once.
         """
-        assert self.engine is not None
-        if self._failed:
-            return AfterRun.SHARDED
-        if self.config.after_fit != "auto":
-            return AfterRun.WHOLE if self.config.after_fit == "whole" else AfterRun.SHARDED
-        # The agreement has a CPU group of its own; the run's process group may have no CPU backend.
+        if self._failed or self.config.after_fit != "auto":
+            return not self._failed and self.config.after_fit == "whole"
+        # The agreement has a CPU group of its own; the run's process group may have no CPU backend. The smallest room
+        # of all ranks counts, so that all decide alike: to unshard is collective.
         room = int(0.8 * available_host_bytes()) // self.num_processes
-        # The smallest of all ranks counts, so that all decide alike: to unshard is collective.
-        room = min(self.agreement.gather(room, "the end of a run"))
-        after, note = where_memory_allows(self.engine.total_bytes, self.num_processes, room)
-        if note:
-            rank_zero_info(note)
-        return after
-
-    def _end_engine(self, after: AfterRun) -> None:
-        assert self.engine is not None
-        self.engine.failed = self._failed
-        self.engine.restore(after is AfterRun.WHOLE)
-        self.engine = None
-        if hasattr(self.precision_plugin, "engine"):
-            self.precision_plugin.engine = None
+        full = engine.total_bytes < min(self.agreement.gather(room, "the end of a run"))
+        if not full:
+            rank_zero_info(
+                "after_fit='auto': the module stays sharded, because its full parameters"
+                f" ({engine.total_bytes * self.num_processes / 2**30:.1f} GiB for the processes of one host) do not fit"
+                " into host memory."
+            )
+        return full
 
     def on_train_start(self) -> None:
         if self.engine is not None:
