@@ -188,8 +188,7 @@ class Saving:
         path = self.agreement.gather(os.fspath(checkpoint_path))[0]
         if self._background is not None:
             together(self.agreement, self._background.wait)
-        ours = type(_innermost(checkpoint_io)) in _FILE_PLUGINS  # plugins that wrap it change only how it writes
-        if ours or together(self.agreement, lambda: is_directory(path)):
+        if type(checkpoint_io) in _FILE_PLUGINS or together(self.agreement, lambda: is_directory(path)):
             self._loaded = load(path, weights_only, self.agreement)
         else:
             safely = weights_only is not False
@@ -238,14 +237,5 @@ _FILE_PLUGINS = (TorchCheckpointIO, AtomicCheckpointIO)
 
 
 def with_atomic_files(checkpoint_io: Any) -> Any:
-    """Returns :class:`AtomicCheckpointIO` for no plugin or Lightning's own, and other plugins unchanged. A plugin that
-    wraps another (``AsyncCheckpointIO``) and was given none gets ours to wrap."""
-    if type(checkpoint_io) in (type(None), TorchCheckpointIO):
-        return AtomicCheckpointIO()
-    if hasattr(checkpoint_io, "checkpoint_io"):
-        checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # Lightning's setter keeps one that is already set
-    return checkpoint_io
-
-
-def _innermost(checkpoint_io: Any) -> Any:
-    return _innermost(checkpoint_io.checkpoint_io) if hasattr(checkpoint_io, "checkpoint_io") else checkpoint_io
+    """Returns :class:`AtomicCheckpointIO` for no plugin or Lightning's own, and other plugins unchanged."""
+    return AtomicCheckpointIO() if type(checkpoint_io) in (type(None), TorchCheckpointIO) else checkpoint_io
