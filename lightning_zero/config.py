@@ -188,12 +188,9 @@ class RawConfig:
         stage = self.section("zero_optimization").get("stage", "auto")
         if stage == "auto":
             return None
-        if isinstance(stage, bool) or stage not in (0, *STAGES):
-            raise ValueError(f"zero_optimization.stage={stage!r} in {self.origin}: use 1, 2 or 3.")
-        if stage == 0:
+        if isinstance(stage, bool) or stage not in STAGES:
             raise ValueError(
-                f"zero_optimization.stage=0 in {self.origin} is plain data parallelism: use strategy='ddp', or stage 1,"
-                " 2 or 3."
+                f"zero_optimization.stage={stage!r} in {self.origin}: use 1, 2 or 3; stage 0 is strategy='ddp'."
             )
         return stage
 
@@ -368,8 +365,6 @@ class ZeroConfig:
                 raise ValueError(
                     f"deepspeed_config={raw.origin!r} with engine={self.engine!r}: use engine='deepspeed'."
                 )
-            if self.auto:
-                raise ValueError("auto=True with deepspeed_config: use stage=1, 2 or 3, or leave both unset.")
             if self.stage is not None and raw.stage not in (None, self.stage):
                 raise ValueError(
                     f"stage={self.stage!r}, but zero_optimization.stage={raw.stage} in {raw.origin}: leave stage unset"

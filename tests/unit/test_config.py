@@ -46,7 +46,6 @@ INSTEAD = ["use engine='fsdp2'", "strategy='zero3_nvme'", "offload='cpu'"]
         ({"engine": "deepspeed", "deepspeed_config": {"a": {1, 2}}}, ["deepspeed_config={'a': {1, 2}}"]),
         ({"engine": "deepspeed", "deepspeed_config": FILE, "stage": 3}, ["stage=3", "stage=2"]),
         ({"engine": "deepspeed", "deepspeed_config": FILE, "offload": "none"}, ["target='none'", "'cpu'"]),
-        ({"engine": "deepspeed", "deepspeed_config": FILE, "auto": True}, ["auto=True", "deepspeed_config"]),
         ({"engine": "deepspeed", "deepspeed_config": {"zero_optimization": {"stage": 0}}}, ["stage=0", "ddp"]),
         ({"engine": "deepspeed", "deepspeed_config": {"zero_optimization": 3}}, ["zero_optimization=3", "section"]),
         ({"engine": "deepspeed", "offload": "nvme"}, ["offload='nvme'", "engine='deepspeed'", *INSTEAD]),
