@@ -56,7 +56,6 @@ from lightning_zero.engines.after_run import (
     has_left_parameters,
     has_left_states,
     left_shards,
-    make_parameters_full,
 )
 from lightning_zero.engines.base import Engine, require, undetached_state_dict
 from lightning_zero.engines.deepspeed.run import DeepSpeedRun
@@ -613,33 +612,6 @@ class ZeroStrategy(Launched, DDPStrategy):
             )
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self.engine.load_optimizer_state(unwrapped(optimizer), state)
-
-    @contextmanager
-    def full_parameters(self, module: nn.Module | None = None, modify: bool = False) -> Generator[None, None, None]:
-        """Gives ``module`` full, plain parameters inside the context, on every rank (collective).
-
-        Args:
-            module: The LightningModule of this run; any other is refused.
-            modify: Broadcast rank 0's writes to all ranks at the end. Otherwise a write raises.
-
-        Raises:
-            RuntimeError: If not all ranks make this call within ``timeout_seconds``, or if parameters were written to
-                without ``modify``.
-        """
-        if module is not None and module is not self.lightning_module:
-            raise ValueError(
-                f"full_parameters({type(module).__name__}): only the LightningModule of this run is sharded; pass it,"
-                " and read its submodules inside."
-            )
-        if self.engine is None:
-            if self.lightning_module is not None:
-                make_parameters_full(self.lightning_module)
-            yield
-            return
-        self.serve_reads()
-        self.agreement.gather(None, "strategy.full_parameters()")
-        with self.engine.full_parameters(modify):
-            yield
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 

@@ -107,13 +107,6 @@ def has_left_parameters(module: nn.Module) -> bool:
     return any(isinstance(p, LeftState) for p in module.parameters())
 
 
-def make_parameters_full(module: nn.Module) -> None:
-    """Gathers all parameters of ``module`` that an earlier run has left sharded (collective)."""
-    for p in module.parameters():
-        if isinstance(p, LeftState):
-            p.make_full()
-
-
 def _without_memory(like: Tensor) -> Tensor:
     made = torch.empty(like.shape, dtype=like.dtype, device="cpu")
     made.untyped_storage().resize_(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import io
 import json
@@ -638,57 +639,16 @@ def _callback_reads() -> bool:
     class Reads(L.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *unused: Any) -> None:
             state = trainer.strategy.lightning_module_state_dict()
-            with trainer.strategy.full_parameters(module):
-                plain = [type(p) is nn.Parameter for p in module.parameters()]
-                same = [torch.equal(state[k], v.cpu()) for k, v in module.state_dict().items()]
-                out = module.blocks[0](torch.ones(2, moves.WIDTH))  # an exporter runs the module
-            again = [
-                torch.equal(state[k], v)
-                for k, v in trainer.strategy.lightning_module_state_dict().items()
-                if "calls" not in k
-            ]
-            right.append(all(plain) and all(same) and all(again) and bool(out.isfinite().all()))
+            right.append(all(torch.equal(state[k], v.cpu()) for k, v in module.state_dict().items()))
+            out = copy.deepcopy(module).blocks[0](torch.ones(2, moves.WIDTH))  # an exporter runs the module
+            right.append(bool(out.isfinite().all()))
 
     run = moves.run("zero3", "file", "features", "epoch end", 4, callbacks=[Reads(), moves._StopAt(4)])
-    return len(right) == 4 and all(right) and len(run.losses) == 4
+    return len(right) == 8 and all(right) and len(run.losses) == 4
 
 
 def test_callbacks_read_whole_state_on_every_rank(ranks2) -> None:
     assert ranks2(_callback_reads) == [True, True]
-
-
-def _modifies(strategy: Any) -> tuple[dict[str, Tensor], str]:
-    said = []
-
-    class Modifies(L.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *unused: Any) -> None:
-            if trainer.global_step != 2:
-                return
-            if strategy == "ddp":
-                with torch.no_grad():
-                    module.last.weight.mul_(0.5)
-                return
-            with trainer.strategy.full_parameters(module, modify=True), torch.no_grad():
-                # rank 0's values become everybody's
-                module.last.weight.mul_(0.5 if trainer.is_global_zero else 7.0)
-            try:
-                with trainer.strategy.full_parameters(module), torch.no_grad():
-                    module.last.weight.mul_(3.0)
-            except RuntimeError as error:
-                said.append(str(error))
-
-    torch.manual_seed(9)
-    module = moves.Features()
-    make_trainer(strategy, max_steps=4, callbacks=[Modifies()]).fit(module, moves.loader("epoch end", 2))
-    return {k: v.detach().clone() for k, v in module.state_dict().items()}, "".join(said)
-
-
-def test_full_parameters_can_be_modified_and_writing_without_leave_raises(ranks2) -> None:
-    expected = ranks2(_modifies, "ddp")[0][0]
-    for weights, said in ranks2(_modifies, {"stage": 3, "min_unit_numel": 1}):
-        assert "use full_parameters(module, modify=True)" in said
-        for name, weight in expected.items():
-            torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)  # order of summation
 
 
 def _different_calls() -> str:

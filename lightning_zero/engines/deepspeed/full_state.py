@@ -79,11 +79,7 @@ class FullState:
                 elif found is not None:
                     entry[key] = self.rows(self._params.attached.assemble(p, found.piece))
 
-    # -- full parameters -----------------------------------------------------------------------------------------
-
-    def parameters(self) -> dict[Tensor, nn.Parameter]:
-        """Returns full copies of the held parameters."""
-        return {p: nn.Parameter(private.gathered_copy(p), p.requires_grad) for p in self._params.held}
+    # -- after the run -------------------------------------------------------------------------------------------
 
     def values_afterwards(self) -> dict[Tensor, Tensor]:
         """Returns full parameters on the CPU, in the user's strides."""

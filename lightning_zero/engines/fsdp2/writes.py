@@ -52,10 +52,6 @@ class Writes:
         """Ignore the writes to ``group`` so far, which have reached its shards."""
         self._versions[self._groups.index(group)] = private.version(group)
 
-    def forget(self) -> None:
-        """Ignore all writes since the versions were last read: none of them was to gathered parameters."""
-        self._versions = [private.version(group) for group in self._groups]
-
     def views_are_taken(self, params: Sequence[Tensor], result: Any, own: Mapping[int, private.ShardedParam]) -> None:
         """Record ``result``, which may alias the memory of the gathered ``params``."""
         for p in params:
