@@ -50,7 +50,6 @@ from lightning_zero.config import (
     Uneven,
     ZeroConfig,
 )
-from lightning_zero.engines.advice import advice_on
 from lightning_zero.engines.after_run import (
     begin_reads,
     has_left_parameters,
@@ -468,9 +467,6 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
-        note = advice_on(str(exception), self.config.engine)
-        if note and hasattr(exception, "add_note"):
-            exception.add_note(note)
 
     # -- Lightning's collectives ----------------------------------------------------------------------------------
     #

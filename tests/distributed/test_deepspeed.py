@@ -15,7 +15,7 @@ import torch
 
 from tests.distributed import test_loops as loops
 from tests.helpers import moves, zoo
-from tests.helpers.zoo import Zoo, make_trainer
+from tests.helpers.zoo import make_trainer
 
 pytest.importorskip("deepspeed")
 
@@ -81,35 +81,6 @@ def test_afterwards_the_module_is_ordinary_on_every_rank(ranks2) -> None:
         assert result.keys() == expected.keys()
         assert loops._close(result["weights"], expected["weights"])
         assert [key for key, value in result.items() if value is False] == []
-
-
-class _OwnBackward(torch.autograd.Function):
-    """Looks at a parameter as torchdiffeq's ``odeint_adjoint`` does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        ctx.p = p
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0] + torch.as_strided(ctx.p, (), ()), None
-
-
-class LooksInItsBackward(Zoo):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net.head(_OwnBackward.apply(self.net.stem(x), self.net.blocks[0].up.weight))
-
-
-def _notes_of_own_backward() -> list[str]:
-    with pytest.raises(RuntimeError, match="storage of size 0") as caught:
-        make_trainer(_strategy(3), max_epochs=1).fit(LooksInItsBackward(), loops._loader())
-    return caught.value.__notes__
-
-
-def test_a_parameter_read_in_an_own_backward_is_an_error_that_says_what_to_do(ranks2) -> None:
-    for notes in ranks2(_notes_of_own_backward):
-        assert any("odeint_adjoint" in note and "use stage=2 or engine='fsdp2'" in note for note in notes)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
