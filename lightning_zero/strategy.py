@@ -161,13 +161,18 @@ class ZeroStrategy(Launched, DDPStrategy):
         )
         self.engine: Engine | None = None
         """The engine that shards the module; ``None`` outside a run."""
-        self._in_groups_that_fit = config.shard_size == "auto"
+        self._given = config  # each run begins with these settings; a plan may then choose some of them
         self._failed = False  # whether this run raised; then other ranks may be anywhere, so no collectives
         self._undo = ExitStack()
         """Undoes what lasts for one run: the view of the engine, and changes to the Trainer's loops."""
         self._saving = Saving(config.checkpoint)
         self._run: EngineRun = (DeepSpeedRun if config.engine == "deepspeed" else Fsdp2Run)(config)
         self._saving.refuse_plugin(checkpoint_io)
+
+    @classmethod
+    def from_config(cls, config: ZeroConfig) -> ZeroStrategy:
+        """Makes a strategy from a validated config."""
+        return cls(**{f.name: getattr(config, f.name) for f in fields(config)})
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -233,9 +238,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.accelerator.setup(trainer)
         sync_steps(trainer, self, self.config.uneven)
         self._failed = False
-        self._resolve_stage(trainer)
-        if self._in_groups_that_fit:
-            self._resolve_shard_size(trainer)
+        self._resolve(trainer)
         self._run.config = self.config
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and (sync := layer_sync(self)):
@@ -310,20 +313,22 @@ class ZeroStrategy(Launched, DDPStrategy):
         with super().tensor_init_context(empty_init), torch.device("cpu") if on_host else nullcontext():
             yield
 
-    def _resolve_stage(self, trainer: Any) -> None:
-        """Hook of ``zero_auto``: sets ``self.config.stage`` to the planned stage, the same on every rank."""
-        if self.config.auto:
-            raise ValueError("auto=True needs the planner: use strategy='zero_auto', or stage=1, 2 or 3.")
-
-    def _resolve_shard_size(self, trainer: Any) -> None:
-        """Replaces ``shard_size="auto"`` by the size that rank 0 plans, or by ``None`` for all ranks."""
-        from lightning_zero.planner import resolve_shard_size  # imports PyTorch's tracing, which takes long
-
-        module, config = self.lightning_module, self.config.with_(shard_size="auto")
+    def _resolve(self, trainer: Any) -> None:
+        """Lets the plan choose what the settings leave to it, the same on every rank (collective)."""
+        module, config = self.lightning_module, self._given
         assert module is not None
-        size, why = resolve_shard_size(trainer, module, config, self.agreement)
-        self.config = config.with_(shard_size=size)
-        rank_zero_info(why)
+        if config.auto:
+            from lightning_zero.auto import resolve_stage  # imports PyTorch's tracing, which takes long
+
+            config, why = resolve_stage(trainer, module, config, self.agreement)
+            rank_zero_info(why)
+        if config.shard_size == "auto":
+            from lightning_zero.planner import resolve_shard_size
+
+            size, why = resolve_shard_size(trainer, module, config, self.agreement)
+            config = config.with_(shard_size=size)
+            rank_zero_info(why)
+        self.config = config
 
     def _start_engine(self, trainer: Any) -> None:
         module = self.lightning_module

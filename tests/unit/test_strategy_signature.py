@@ -13,7 +13,6 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.auto import make_strategy
 from lightning_zero.config import (
     ActivationCheckpointingConfig,
     CheckpointingTarget,
@@ -55,7 +54,7 @@ def test_every_keyword_reaches_the_config() -> None:
     }  # fmt: skip
     assert ZeroStrategy(**given).config == ZeroConfig(**given)
     config = ZeroConfig(**given)
-    assert make_strategy(config).config == config
+    assert ZeroStrategy.from_config(config).config == config
 
 
 pytest.importorskip("jsonargparse")
