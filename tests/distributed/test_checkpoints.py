@@ -248,31 +248,20 @@ def _resume(path: str) -> list[float]:
     return moves.run("zero3", "file", "features", "epoch end", 4, None, None, path).losses
 
 
-def _damage_file(path: Path, how: str) -> None:
-    if how == "truncated":
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    elif how == "other archive":
-        torch.save({"weights": torch.zeros(3)}, path)
-    elif how == "list":
-        torch.save([1, 2], path)
-    elif how == "missing":
-        path.unlink()
-
-
 DAMAGED_FILES = {
-    "truncated": "is truncated, damaged or not a torch checkpoint",
-    "other archive": "has no 'state_dict'",
-    "list": "holds a list",
-    "missing": "Checkpoint file not found",
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size // 2), "is truncated, damaged or not a torch"),
+    "other archive": (lambda path: torch.save({"weights": torch.zeros(3)}, path), "has no 'state_dict'"),
+    "list": (lambda path: torch.save([1, 2], path), "holds a list"),
+    "missing": (Path.unlink, "Checkpoint file not found"),
 }
+"""Damage to a file -> how it is done, and the error."""
 
 
 def test_a_bad_file_is_an_error_that_names_it_on_every_rank(ranks2, tmp_path: Path) -> None:
     full = tmp_path / "whole.ckpt"
     ranks2(_save, "file", str(full))
-    for how in DAMAGED_FILES:
-        _damage_file(Path(shutil.copy(full, tmp_path / f"{how}.ckpt")), how)
-    for how, said in DAMAGED_FILES.items():
+    for how, (damage, said) in DAMAGED_FILES.items():
+        damage(Path(shutil.copy(full, tmp_path / f"{how}.ckpt")))
         for text in ranks2(_said, _resume, str(tmp_path / f"{how}.ckpt")):
             assert said in text
             assert f"{how}.ckpt" in text
@@ -285,41 +274,36 @@ def _said(fn: Any, *args: Any) -> str:
     return str(error.value)
 
 
-def _damage_folder(path: Path, how: str) -> None:
-    (data,) = path.glob("data-*")
-    shards = sorted(data.glob("*.distcp"))
-    if how == "no marker":
-        (path / "checkpoint.json").unlink()
-    elif how == "later format":
-        (path / "checkpoint.json").write_text('{"format": 99, "data": "data-0"}')
-    elif how == "no shard":
-        shards[1].unlink()
-    elif how == "short shard":
-        shards[1].write_bytes(shards[1].read_bytes()[:-100])
-    elif how == "no rest":
-        (data / "rest.pt").unlink()
-    elif how == "foreign":
-        shutil.rmtree(path)
-        path.mkdir()
-        (path / "readme.txt").write_text("nothing here")
+def _become_foreign(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+    (path / "readme.txt").write_text("nothing here")
+
+
+def _only(path: Path, pattern: str) -> Path:
+    (found,) = path.glob(pattern)
+    return found
 
 
 DAMAGED_FOLDERS = {
-    "no marker": "checkpoint.json is missing, so its saving was interrupted",
-    "later format": "has format 99",
-    "no shard": "__1_0.distcp is missing",
-    "short shard": "__1_0.distcp is truncated",
-    "no rest": "rest.pt is missing",
-    "foreign": "it is not a sharded checkpoint of lightning_zero",
+    "no marker": (lambda path: (path / "checkpoint.json").unlink(), "is missing, so its saving was interrupted"),
+    "later format": (
+        lambda path: (path / "checkpoint.json").write_text('{"format": 99, "data": "data-0"}'),
+        "has format 99",
+    ),
+    "no shard": (lambda path: _only(path, "*/__1_0.distcp").unlink(), "__1_0.distcp is missing"),
+    "short shard": (lambda path: os.truncate(_only(path, "*/__1_0.distcp"), 100), "__1_0.distcp is truncated"),
+    "no rest": (lambda path: _only(path, "*/rest.pt").unlink(), "rest.pt is missing"),
+    "foreign": (_become_foreign, "it is not a sharded checkpoint of lightning_zero"),
 }
+"""Damage to a folder -> how it is done, and the error."""
 
 
 def test_a_bad_folder_is_an_error_that_names_what_is_missing(ranks2, tmp_path: Path) -> None:
     full = tmp_path / "whole.ckpt"
     ranks2(_save, "sharded", str(full))
-    for how in DAMAGED_FOLDERS:
-        _damage_folder(shutil.copytree(full, tmp_path / f"{how}.ckpt"), how)
-    for how, said in DAMAGED_FOLDERS.items():
+    for how, (damage, said) in DAMAGED_FOLDERS.items():
+        damage(shutil.copytree(full, tmp_path / f"{how}.ckpt"))
         for text in ranks2(_said, _resume, str(tmp_path / f"{how}.ckpt")):
             assert said in text
             assert f"{how}.ckpt" in text
