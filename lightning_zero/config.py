@@ -56,10 +56,6 @@ class OffloadConfig:
         if self.ratio is not None and self.ratio > 1:
             raise ValueError(f"offload.ratio={self.ratio!r}: use a fraction up to 1, or None.")
         _require_target(self, "offload")
-        if self.target == "cpu" and self.path is not None:
-            raise ValueError(f"offload.path={self.path!r} with offload.target='cpu': it is for 'nvme'.")
-        if self.target == "nvme" and self.ratio is not None:
-            raise ValueError(f"offload.ratio={self.ratio!r} with offload.target='nvme': partial offload is for 'cpu'.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +76,6 @@ class CompileConfig:
 
     def __post_init__(self) -> None:
         _check_types(self, "compile.")
-        if self.mode is not None and self.backend not in (None, "inductor"):
-            raise ValueError(
-                f"compile.mode={self.mode!r} with compile.backend={self.backend!r}: only inductor has modes; leave one"
-                " of them unset."
-            )
         _require_target(self, "compile")
 
 
