@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -19,7 +20,7 @@ from torch import Tensor
 from lightning_zero.checkpoint import directory, file, layout
 from lightning_zero.checkpoint.collected import paged
 from lightning_zero.checkpoint.lazy import LazyTensor
-from lightning_zero.checkpoint.store import Loaded, is_directory, load
+from lightning_zero.checkpoint.store import is_directory, load
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.errors import CheckpointError
 
@@ -56,23 +57,19 @@ def convert(
     if fs.exists(place):
         raise CheckpointError(f"{target} already exists: choose another name, or delete it.")
     agreement = Agreement(alone=True)
-    loaded = load(source, weights_only, agreement)
-    try:
-        _write(loaded, target, form, agreement, prefix)
-    finally:
-        loaded.close()
+    _write(load(source, weights_only, agreement), target, form, agreement, prefix)
     return form
 
 
-def _write(loaded: Loaded, target: str, form: str, agreement: Agreement, prefix: str | None) -> None:
+def _write(content: dict[str, Any], target: str, form: str, agreement: Agreement, prefix: str | None) -> None:
     if form == "safetensors":
-        weights = without_prefix(dict(loaded.content["state_dict"]), prefix)
+        weights = without_prefix(dict(content["state_dict"]), prefix)
         _write_safetensors(layout.map_tensors(_on_disk(target), weights), target)
-        if "hf_config" in loaded.content:  # from_pretrained needs it
-            text = json.dumps(loaded.content["hf_config"], indent=2)
+        if "hf_config" in content:  # from_pretrained needs it
+            text = json.dumps(content["hf_config"], indent=2)
             Path(target, "config.json").write_text(text + "\n", encoding="utf-8")
         return
-    content = layout.map_tensors(_on_disk(target), loaded.content)
+    content = layout.map_tensors(_on_disk(target), content)
     if form == "file":
         file.write(content, target)
     else:

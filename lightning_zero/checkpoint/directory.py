@@ -13,7 +13,6 @@ import math
 import os
 import pickle
 import shutil
-import tempfile
 import uuid
 import zlib
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ from lightning_zero.errors import CheckpointError
 
 
 def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
-    """Writes ``checkpoint`` to the folder or fsspec URL ``path``, each rank its own shards (collective).
+    """Writes ``checkpoint`` to the local folder ``path``, each rank its own shards (collective).
 
     All ranks use rank 0's ``path``: others may have computed a different one, from a metric that was not synchronized.
 
@@ -48,57 +47,64 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
 
     Raises:
         CheckpointError: On every rank, if any cannot write; an earlier checkpoint at ``path`` stays intact.
+        ValueError: On every rank, if ``path`` is remote.
     """
     data = layout.DATA_PREFIX + uuid.uuid4().hex[:12]
     path, data = agreement.gather((path, data))[0]
-    fs, target = fsspec.core.url_to_fs(path)
-    is_local = isinstance(fs, LocalFileSystem)
-    with contextlib.ExitStack() as stack:
-        temporary = "" if is_local else stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_zero-"))
-        folder = Path(target) / _UNFINISHED if is_local else Path(temporary)
-        try:
-            with agreement.raise_if_any_failed(), file.naming(path):
-                if agreement.rank == 0:
-                    prepare(path)
-                    if is_local:  # what a killed save has left
-                        shutil.rmtree(folder, ignore_errors=True)
-            with agreement.raise_if_any_failed(), file.naming(path):
-                folder.mkdir(parents=True, exist_ok=True)
-                tensors, rest = split(checkpoint)
-                own = {key: t for key, t in tensors.items() if _is_written_by(key, t, agreement.rank)}
-                written = pickle.dumps(write_tensors(own, folder, agreement.rank))
-            everyones = agreement.gather(written, "a checkpoint's index")
-            with agreement.raise_if_any_failed(), file.naming(path):
-                if agreement.rank == 0:
-                    write_index([pickle.loads(each) for each in everyones], folder)
-                    file.write(rest, str(folder / layout.REST))
-                if not is_local:
-                    for each in folder.iterdir():
-                        fs.put_file(str(each), f"{target}/{data}/{each.name}")
-        except BaseException:
-            if agreement.rank == 0:
-                with contextlib.suppress(OSError):
-                    fs.rm(f"{target}/{_UNFINISHED if is_local else data}", recursive=True)
-                with contextlib.suppress(OSError):
-                    fs.rmdir(target)  # succeeds only if no other save is in it
-            raise
+    target = local_path(path)
+    folder = target / _UNFINISHED
+    try:
         with agreement.raise_if_any_failed(), file.naming(path):
             if agreement.rank == 0:
-                commit(path, data)
+                prepare(target)
+                shutil.rmtree(folder, ignore_errors=True)  # what a killed save has left
+        with agreement.raise_if_any_failed(), file.naming(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            tensors, rest = split(checkpoint)
+            own = {key: t for key, t in tensors.items() if _is_written_by(key, t, agreement.rank)}
+            written = pickle.dumps(write_tensors(own, folder, agreement.rank))
+        everyones = agreement.gather(written, "a checkpoint's index")
+        with agreement.raise_if_any_failed(), file.naming(path):
+            if agreement.rank == 0:
+                write_index([pickle.loads(each) for each in everyones], folder)
+                file.write(rest, str(folder / layout.REST))
+    except BaseException:
+        if agreement.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                target.rmdir()  # succeeds only if no other save is in it
+        raise
+    with agreement.raise_if_any_failed(), file.naming(path):
+        if agreement.rank == 0:
+            commit(target, data)
 
 
 _UNFINISHED = layout.DATA_PREFIX + file.UNFINISHED
-"""Name of a local data folder that is being written."""
+"""Name of a data folder that is being written."""
 
 
-def prepare(path: str) -> None:
-    """Makes the folder ``path``; raises ``CheckpointError`` if a file has that name."""
+def local_path(path: str) -> Path:
+    """Returns the local ``path``, which may be an fsspec URL.
+
+    Raises:
+        ValueError: If it is remote.
+    """
     fs, target = fsspec.core.url_to_fs(path)
-    if isinstance(fs, LocalFileSystem) and os.path.islink(target):
-        os.unlink(target)  # deletes the link of an earlier save, not the checkpoint that it points to
-    if fs.isfile(target):
-        raise CheckpointError(f"{path} is a file: choose another name for the folder, or delete the file.")
-    fs.makedirs(target, exist_ok=True)
+    if not isinstance(fs, LocalFileSystem):
+        raise ValueError(
+            f"{path} is not local, and a sharded checkpoint is a local folder: use a path on storage that is mounted on"
+            " every host, or checkpoint='file'."
+        )
+    return Path(target)
+
+
+def prepare(target: Path) -> None:
+    """Makes the folder ``target``; raises ``CheckpointError`` if a file has that name."""
+    if target.is_symlink():
+        target.unlink()  # deletes the link of an earlier save, not the checkpoint that it points to
+    if target.is_file():
+        raise CheckpointError(f"{target} is a file: choose another name for the folder, or delete the file.")
+    target.mkdir(parents=True, exist_ok=True)
 
 
 def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -173,28 +179,23 @@ def _pieces(metadata: Metadata) -> dict[str, list[Piece]]:
     }
 
 
-def commit(path: str, data: str) -> None:
-    """Renames the data folder inside ``path`` to ``data``, declares it complete, and deletes older ones. A remote
-    folder has the name ``data`` from the start."""
-    fs, target = fsspec.core.url_to_fs(path)
-    if isinstance(fs, LocalFileSystem):
-        (Path(target) / _UNFINISHED).rename(Path(target) / data)
-        Index(Path(target) / data)  # raises if another host wrote its files to a disk that is not shared
-        file.sync_folder(Path(target) / data)
-        file.sync_folder(Path(target))
-    with file.writing(f"{path}/{layout.MARKER}") as stream:
+def commit(target: Path, data: str) -> None:
+    """Renames the data folder inside ``target`` to ``data``, declares it complete, and deletes older ones."""
+    (target / _UNFINISHED).rename(target / data)
+    Index(target / data)  # raises if another host wrote its files to a disk that is not shared
+    file.sync_folder(target / data)
+    file.sync_folder(target)
+    with file.writing(str(target / layout.MARKER)) as stream:
         stream.write(json.dumps({"format": layout.FORMAT, "data": data}).encode())
-    if isinstance(fs, LocalFileSystem):
-        file.sync_folder(Path(target).parent)
-    for other in fs.ls(target, detail=False):
-        name = other.rstrip("/").rpartition("/")[2]
-        if name.startswith(layout.DATA_PREFIX) and name != data:
-            fs.rm(other, recursive=True)
+    file.sync_folder(target.parent)
+    for other in target.glob(layout.DATA_PREFIX + "*"):
+        if other.name != data:
+            shutil.rmtree(other)
 
 
 def remove(path: str) -> bool:
-    """Deletes the sharded directory at the local ``path``, its marker first: after a kill half-way the rest does not
-    count as a checkpoint. Returns ``False``, and deletes nothing, if ``path`` is anything else."""
+    """Deletes the sharded directory at ``path``, its marker first: after a kill half-way the rest does not count as a
+    checkpoint. Returns ``False``, and deletes nothing, if ``path`` is anything else."""
     fs, target = fsspec.core.url_to_fs(path)
     if not isinstance(fs, LocalFileSystem) or not os.path.isdir(target) or os.path.islink(target):
         return False

@@ -20,7 +20,7 @@ from lightning_zero.checkpoint import directory, file
 from lightning_zero.checkpoint.collected import Collected
 from lightning_zero.checkpoint.layout import EXTRA
 from lightning_zero.checkpoint.resume import collect, resume
-from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, together
+from lightning_zero.checkpoint.store import BackgroundSaver, is_directory, load, together
 from lightning_zero.comm.agree import IN_BACKGROUND, Agreement
 from lightning_zero.private.lightning import TUNERS_FILES, checkpoint_connector
 from lightning_zero.private.torch import DisableTorchFunction, pytree
@@ -51,7 +51,7 @@ class Saving:
         self.memory_on_rank_0: Collected | None = None
         """The memory for one file while it is collected; ``None`` if every rank gets full tensors."""
         self._agreement: Agreement | None = None
-        self._loaded: Loaded | None = None
+        self._loaded: dict[str, Any] | None = None  # for resume()
         self._continues = False
         self._background: BackgroundSaver | None = None
 
@@ -78,7 +78,13 @@ class Saving:
         """Lets :attr:`collecting` tell Lightning's own collection of a checkpoint from a user's call.
 
         Stays in effect after the run: a checkpoint of a module that stays sharded is collected in the same way.
+
+        Raises:
+            ValueError: If callbacks of ``trainer`` would write sharded checkpoints to a remote place.
         """
+        if self._form != "file":
+            for callback in trainer.checkpoint_callbacks:
+                directory.local_path(getattr(callback, "dirpath", None) or trainer.default_root_dir)
         checkpoint_connector(trainer).dump_checkpoint = functools.partial(self.collect, trainer)
 
     def collect(self, trainer: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -115,7 +121,7 @@ class Saving:
 
     def end(self, run_failed: bool) -> None:
         """Waits for background saves. A failed one raises, or only warns if the run has failed already."""
-        self._forget_loaded()
+        self._loaded = None
         if self._background is not None:
             background, self._background = self._background, None
             try:
@@ -183,7 +189,6 @@ class Saving:
             FileNotFoundError: On every rank, if there is nothing at the path.
             CheckpointError: On every rank, if it is incomplete, damaged, foreign, or more than ``weights_only`` admits.
         """
-        self._forget_loaded()
         # Rank 0's path: ranks that look for the newest checkpoint at different times may find different ones.
         path = self.agreement.gather(os.fspath(checkpoint_path))[0]
         if self._background is not None:
@@ -193,22 +198,16 @@ class Saving:
         else:
             safely = weights_only is not False
             content = together(self.agreement, lambda: checkpoint_io.load_checkpoint(path, weights_only=safely))
-            self._loaded = Loaded(content)
+            self._loaded = content
         self._continues = not os.path.basename(path).startswith(TUNERS_FILES)
-        return self._loaded.content
+        return self._loaded
 
     def resume(self, trainer: Any) -> None:
         """Continues from the checkpoint that was loaded for this run, if there is one. Call it before the first batch.
         After a tuner's trial steps, loaders and random states are not restored, as under DDP."""
-        if self._loaded is not None:
-            if self._continues:
-                resume(self._loaded.content, trainer, self.agreement)
-            self._forget_loaded()
-
-    def _forget_loaded(self) -> None:
-        if self._loaded is not None:
-            self._loaded.close()
-            self._loaded = None
+        if self._loaded is not None and self._continues:
+            resume(self._loaded, trainer, self.agreement)
+        self._loaded = None
 
 
 def _apart(value: Any) -> Any:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import fsspec
 import torch
@@ -40,46 +40,34 @@ def is_directory(path: str) -> bool:
     return bool(fs.isdir(target))
 
 
-class Loaded(NamedTuple):
-    """A checkpoint's content, and the local copy that must stay on the disk while the content is read."""
+def load(path: str, weights_only: bool | None, agreement: Agreement) -> dict[str, Any]:
+    """Returns the content of the checkpoint at ``path``, a file or a local sharded directory (collective).
 
-    content: dict[str, Any]
-    copy: tempfile.TemporaryDirectory[str] | None = None
-    """The copy of a remote checkpoint, on the rank that made it; deleted when this process ends at the latest."""
-
-    def close(self) -> None:
-        """Deletes the local copy. Call it when no rank of this host reads the copy any more."""
-        if self.copy is not None:
-            self.copy.cleanup()
-
-
-def load(path: str, weights_only: bool | None, agreement: Agreement) -> Loaded:
-    """Loads the checkpoint at ``path``, a file or a sharded directory (collective).
-
-    Every rank memory-maps a local file, or reads a local directory lazily. A remote checkpoint is copied once to each
-    host.
+    Every rank memory-maps a file, or reads a directory lazily. A remote file is copied once to each host, and the copy
+    is deleted when all ranks have mapped it: its content lasts as long as they use it.
 
     Raises:
         FileNotFoundError: On every rank, if there is nothing at ``path``.
         CheckpointError: On every rank, if any rank finds the checkpoint incomplete, damaged or foreign.
+        ValueError: On every rank, if it is a remote folder.
     """
     fs, target = together(agreement, lambda: fsspec.core.url_to_fs(path))
-    copy = None
-    if not isinstance(fs, LocalFileSystem):
-        hosts = agreement.gather(socket.gethostname())
-        first = hosts.index(hosts[agreement.rank])
-        copy = together(agreement, lambda: _fetched(fs, target, path) if agreement.rank == first else None)
-        target = f"{agreement.gather(copy and copy.name)[first]}/checkpoint"
-    return Loaded(together(agreement, lambda: _read(target, weights_only)), copy)
+    if isinstance(fs, LocalFileSystem):
+        return together(agreement, lambda: _read(target, weights_only))
+    hosts = agreement.gather(socket.gethostname())
+    first = hosts.index(hosts[agreement.rank])
+    with tempfile.TemporaryDirectory(prefix="lightning_zero-") as folder:
+        copy = os.path.join(agreement.gather(folder)[first], "checkpoint")
+        together(agreement, lambda: _fetch(fs, target, path, copy) if agreement.rank == first else None)
+        return together(agreement, lambda: _read(copy, weights_only))
 
 
-def _fetched(fs: Any, target: str, path: str) -> tempfile.TemporaryDirectory[str]:
-    """Copies a remote checkpoint to ``checkpoint`` in a new folder on this host."""
+def _fetch(fs: Any, target: str, path: str, copy: str) -> None:
     if not fs.exists(target):
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    folder = tempfile.TemporaryDirectory(prefix="lightning_zero-")
-    fs.get(target, os.path.join(folder.name, "checkpoint"), recursive=bool(fs.isdir(target)))
-    return folder
+    if fs.isdir(target):
+        directory.local_path(path)  # raises
+    fs.get(target, copy)
 
 
 def load_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> dict[str, Any]:
@@ -92,13 +80,7 @@ def load_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> 
         FileNotFoundError: If there is nothing at ``path``.
         CheckpointError: If the checkpoint is incomplete, damaged, foreign, or more than ``weights_only`` admits.
     """
-    loaded = load(os.fspath(path), weights_only, Agreement(alone=True))
-    _kept.append(loaded)
-    return loaded.content
-
-
-_kept: list[Loaded] = []
-"""Checkpoints that may be read until this process ends."""
+    return load(os.fspath(path), weights_only, Agreement(alone=True))
 
 
 def _read(path: str, weights_only: bool | None) -> dict[str, Any]:
@@ -135,7 +117,8 @@ class BackgroundSaver:
         """
         together(self._agreement, self.wait)
         # Not in the thread: when this call returns, Lightning may link to the folder or check that it exists.
-        together(self._agreement, lambda: directory.prepare(path) if self._agreement.rank == 0 else None)
+        target = directory.local_path(path)
+        together(self._agreement, lambda: directory.prepare(target) if self._agreement.rank == 0 else None)
         staged = together(self._agreement, lambda: _copied(checkpoint))
         self._pending.append(self._thread.submit(directory.write, staged, path, self._agreement))
 

@@ -30,7 +30,7 @@ from lightning_zero.checkpoint.store import BackgroundSaver
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.errors import CheckpointError
 from tests.helpers import moves
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import outcome, run_ranks
 from tests.helpers.zoo import make_trainer
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -524,19 +524,30 @@ def test_model_checkpoint_keeps_links_and_deletes(ranks2, tmp_path: Path) -> Non
     assert (folder / "step=10.ckpt").is_dir()
 
 
-def _remote(form: str) -> tuple[list[float], list[float]]:
-    path = f"memory://bucket/runs/{form}.ckpt"
-    straight = moves.run("zero3", form, "features", "mid-epoch", 14, 10, path)
-    resumed = moves.run("zero3", form, "features", "mid-epoch", 14, None, None, path)
+def _remote() -> tuple[list[float], list[float]]:
+    path = "memory://bucket/runs/x.ckpt"
+    straight = moves.run("zero3", "file", "features", "mid-epoch", 14, 10, path)
+    resumed = moves.run("zero3", "file", "features", "mid-epoch", 14, None, None, path)
     return straight.losses[10:], resumed.losses
 
 
 def test_an_fsspec_url_serves_as_path(ranks1) -> None:
     """``memory://`` lives in one process."""
-    for form in ("file", "sharded"):
-        ((straight, resumed),) = ranks1(_remote, form)
-        assert len(resumed) == 4
-        assert resumed == straight
+    ((straight, resumed),) = ranks1(_remote)
+    assert len(resumed) == 4
+    assert resumed == straight
+
+
+def _sharded_at_url() -> None:
+    callback = ModelCheckpoint(dirpath="memory://bucket/runs", save_last=True)
+    moves.run("zero3", "sharded", "features", "epoch end", 2, callbacks=[callback], enable_checkpointing=True)
+
+
+def test_a_folder_at_an_url_is_refused_before_training(ranks2) -> None:
+    for kind, text in ranks2(outcome, _sharded_at_url):
+        assert kind == "ValueError"
+        assert "memory://bucket/runs is not local" in text
+        assert "checkpoint='file'" in text
 
 
 class Counting(TorchCheckpointIO):
