@@ -46,8 +46,8 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
     The marker is written last, when every rank's data is on the disk.
 
     Raises:
-        CheckpointError: On every rank, if any cannot write; an earlier checkpoint at ``path`` stays intact.
-        ValueError: On every rank, if ``path`` is remote.
+        CheckpointError: On every rank, if ``path`` is remote or any rank cannot write; an earlier checkpoint at
+            ``path`` stays intact.
     """
     data = layout.DATA_PREFIX + uuid.uuid4().hex[:12]
     path, data = agreement.gather((path, data))[0]
@@ -87,11 +87,11 @@ def local_path(path: str) -> Path:
     """Returns the local ``path``, which may be an fsspec URL.
 
     Raises:
-        ValueError: If it is remote.
+        CheckpointError: If it is remote.
     """
     fs, target = fsspec.core.url_to_fs(path)
     if not isinstance(fs, LocalFileSystem):
-        raise ValueError(
+        raise CheckpointError(
             f"{path} is not local, and a sharded checkpoint is a local folder: use a path on storage that is mounted on"
             " every host, or checkpoint='file'."
         )

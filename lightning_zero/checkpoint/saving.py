@@ -80,7 +80,7 @@ class Saving:
         Stays in effect after the run: a checkpoint of a module that stays sharded is collected in the same way.
 
         Raises:
-            ValueError: If callbacks of ``trainer`` would write sharded checkpoints to a remote place.
+            CheckpointError: If callbacks of ``trainer`` would write sharded checkpoints to a remote place.
         """
         if self._form != "file":
             for callback in trainer.checkpoint_callbacks:

@@ -48,8 +48,8 @@ def load(path: str, weights_only: bool | None, agreement: Agreement) -> dict[str
 
     Raises:
         FileNotFoundError: On every rank, if there is nothing at ``path``.
-        CheckpointError: On every rank, if any rank finds the checkpoint incomplete, damaged or foreign.
-        ValueError: On every rank, if it is a remote folder.
+        CheckpointError: On every rank, if any rank finds the checkpoint incomplete, damaged or foreign, or if it is a
+            remote folder.
     """
     fs, target = together(agreement, lambda: fsspec.core.url_to_fs(path))
     if isinstance(fs, LocalFileSystem):
