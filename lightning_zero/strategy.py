@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint.global_batch import keep_global_batch
 from lightning_zero.checkpoint.later import leaving_for_later
 from lightning_zero.checkpoint.resume import follow, leave_finished_epoch
-from lightning_zero.checkpoint.saving import Collecting, Saving, with_atomic_files
+from lightning_zero.checkpoint.saving import Saving, with_atomic_files
 from lightning_zero.comm.agree import Agreement, set_run_agreement, shared_agreement
 from lightning_zero.config import (
     ActivationCheckpointingConfig,
@@ -587,10 +587,10 @@ class ZeroStrategy(Launched, DDPStrategy):
         """Returns the state ``of_shards`` with full tensors (collective), but as it is for a sharded checkpoint."""
         collecting = self._saving.collecting
         self.serve_reads()
-        if collecting is Collecting.NOTHING:
+        if collecting is None:
             self.agreement.gather(None, call)
         state = of_shards()
-        if collecting is Collecting.SHARDS:
+        if collecting not in (None, "file"):
             return state
         full: dict[str, Any] = Engine.full(state, self._saving.memory_on_rank_0)
         return full

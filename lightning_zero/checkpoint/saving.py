@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from enum import Enum, auto
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -26,18 +25,6 @@ from lightning_zero.private.lightning import TUNERS_FILES, checkpoint_connector
 from lightning_zero.private.torch import DisableTorchFunction, pytree
 
 
-class Collecting(Enum):
-    """Whether Lightning is collecting a checkpoint; decides what a rank gets from the methods that return state."""
-
-    NOTHING = auto()
-    """No: a user's own call. Every rank gets full tensors, after all ranks have agreed that they make the call."""
-    FOR_RANK_0 = auto()
-    """For one file: rank 0 gets full tensors, other ranks only shapes, so a host holds one copy instead of one per
-    rank."""
-    SHARDS = auto()
-    """For a directory: every rank gets its own shards, and nothing is gathered."""
-
-
 class Saving:
     """Writes and reads the checkpoints of a strategy's runs.
 
@@ -47,7 +34,11 @@ class Saving:
 
     def __init__(self, form: str) -> None:
         self._form = form
-        self.collecting = Collecting.NOTHING
+        self.collecting: str | None = None
+        """The form for which Lightning is collecting a checkpoint; decides what the methods that return state return.
+        For a file, rank 0 gets full tensors and the other ranks only shapes, so that a host holds one copy instead of
+        one per rank. For a directory, every rank gets its own shards. ``None`` is a user's own call: every rank gets
+        full tensors."""
         self.memory_on_rank_0: Collected | None = None
         """The memory for one file while it is collected; ``None`` if every rank gets full tensors."""
         self._agreement: Agreement | None = None
@@ -93,8 +84,8 @@ class Saving:
         trainer.lightning_module.trainer = trainer  # copies of modules leave it out
         trainer.strategy.serve_reads()
         self.agreement.gather(None, "trainer.save_checkpoint()")
-        self.collecting = Collecting.FOR_RANK_0 if self._form == "file" else Collecting.SHARDS
-        if self.collecting is Collecting.FOR_RANK_0:
+        self.collecting = self._form
+        if self._form == "file":
             folder = getattr(trainer.checkpoint_callback, "dirpath", None)
             self.memory_on_rank_0 = Collected([folder, trainer.default_root_dir])
         try:
@@ -111,7 +102,7 @@ class Saving:
             raise
         finally:
             self.memory_on_rank_0 = None
-            self.collecting = Collecting.NOTHING
+            self.collecting = None
         return checkpoint
 
     def __getstate__(self) -> dict[str, Any]:
