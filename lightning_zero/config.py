@@ -56,10 +56,6 @@ class OffloadConfig:
         if self.ratio is not None and self.ratio > 1:
             raise ValueError(f"offload.ratio={self.ratio!r}: use a fraction up to 1, or None.")
         _require_target(self, "offload")
-        if self.target == "cpu" and self.path is not None:
-            raise ValueError(f"offload.path={self.path!r} with offload.target='cpu': it is for 'nvme'.")
-        if self.target == "nvme" and self.ratio is not None:
-            raise ValueError(f"offload.ratio={self.ratio!r} with offload.target='nvme': partial offload is for 'cpu'.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +76,6 @@ class CompileConfig:
 
     def __post_init__(self) -> None:
         _check_types(self, "compile.")
-        if self.mode is not None and self.backend not in (None, "inductor"):
-            raise ValueError(
-                f"compile.mode={self.mode!r} with compile.backend={self.backend!r}: only inductor has modes; leave one"
-                " of them unset."
-            )
         _require_target(self, "compile")
 
 
@@ -143,18 +134,20 @@ class RawConfig:
     @classmethod
     def read(cls, given: str | os.PathLike[str] | Mapping[str, Any]) -> RawConfig:
         """Reads a file by its path, or copies a mapping."""
-        if isinstance(given, Mapping):
-            return cls(json.dumps(_json(given, "deepspeed_config")))
-        path = os.fspath(given)
         try:
-            with open(path, encoding="utf-8") as lines:
-                text = lines.read()
-        except OSError as error:
-            raise ValueError(f"deepspeed_config={path!r} cannot be read ({error.strerror}): use a JSON file.") from None
-        content = _parse(text, path)
+            if isinstance(given, Mapping):
+                return cls(json.dumps(dict(given)))
+            origin = os.fspath(given)
+            with open(origin, encoding="utf-8") as stream:
+                content = json.load(stream)
+        except (OSError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"deepspeed_config={given!r}: {error}; use the path of a JSON file without comments, or a mapping of"
+                " numbers, strings, lists and sections."
+            ) from None
         if not isinstance(content, dict):
-            raise ValueError(f"deepspeed_config={path!r} holds {type(content).__name__}: use a JSON object.")
-        return cls(json.dumps(_json(content, path)), path)
+            raise ValueError(f"deepspeed_config={origin!r} holds {type(content).__name__}: use a JSON object.")
+        return cls(json.dumps(content), origin)
 
     def content(self) -> dict[str, Any]:
         """A new copy of the complete config."""
@@ -186,12 +179,9 @@ class RawConfig:
         stage = self.section("zero_optimization").get("stage", "auto")
         if stage == "auto":
             return None
-        if isinstance(stage, bool) or stage not in (0, *STAGES):
-            raise ValueError(f"zero_optimization.stage={stage!r} in {self.origin}: use 1, 2 or 3.")
-        if stage == 0:
+        if isinstance(stage, bool) or stage not in STAGES:
             raise ValueError(
-                f"zero_optimization.stage=0 in {self.origin} is plain data parallelism: use strategy='ddp', or stage 1,"
-                " 2 or 3."
+                f"zero_optimization.stage={stage!r} in {self.origin}: use 1, 2 or 3; stage 0 is strategy='ddp'."
             )
         return stage
 
@@ -202,8 +192,9 @@ class RawConfig:
         for part in ("optimizer", "param"):
             section = self.section("zero_optimization").get(f"offload_{part}")
             if section is not None:
-                devices[part] = section.get("device", "none")
-                _one_of(f"{self.origin}: offload_{part}.device", devices[part], OFFLOAD_TARGETS)
+                device = devices[part] = section.get("device", "none")
+                if device not in OFFLOAD_TARGETS:
+                    raise ValueError(f"{self.origin}: offload_{part}.device={device!r}: use 'none' or 'cpu'.")
         return devices
 
 
@@ -303,7 +294,8 @@ class ZeroConfig:
     """``"file"`` writes the one file that Lightning writes under DDP. ``"sharded"`` writes a directory, each rank its
     own shards. ``"sharded-async"`` does so while training continues. This setting does not matter for reading."""
     process_group_backend: str | None = None
-    """``torch.distributed`` backend; ``None`` is the device's default (NCCL on CUDA, gloo on CPU)."""
+    """``torch.distributed`` backend; ``None`` is the device's default (NCCL on CUDA, gloo on CPU). With an accelerator,
+    gloo is added for the CPU."""
     timeout_seconds: float = 1800.0
     """Seconds that a collective waits for a missing rank before it raises."""
     auto: bool = False
@@ -356,7 +348,7 @@ class ZeroConfig:
     def _resolve_file(self) -> None:
         """Resolves ``stage`` and ``offload``: the given value, else that of ``deepspeed_config``, else the default."""
         given = self.deepspeed_config
-        raw = given if given is None or isinstance(given, RawConfig) else RawConfig.read(_file_or_mapping(given))
+        raw = given if given is None or isinstance(given, RawConfig) else RawConfig.read(given)
         object.__setattr__(self, "deepspeed_config", raw)
         offload = None if self.offload is None else _by_target(OffloadConfig, "offload", self.offload)
         if raw is not None:
@@ -364,8 +356,6 @@ class ZeroConfig:
                 raise ValueError(
                     f"deepspeed_config={raw.origin!r} with engine={self.engine!r}: use engine='deepspeed'."
                 )
-            if self.auto:
-                raise ValueError("auto=True with deepspeed_config: use stage=1, 2 or 3, or leave both unset.")
             if self.stage is not None and raw.stage not in (None, self.stage):
                 raise ValueError(
                     f"stage={self.stage!r}, but zero_optimization.stage={raw.stage} in {raw.origin}: leave stage unset"
@@ -428,14 +418,12 @@ class ZeroConfig:
                 "activation_checkpointing='selective' with engine='deepspeed' at stage 3, which must recompute all of a"
                 " unit to know when to gather: use 'full', stage 1 or 2, or engine='fsdp2'."
             )
-        for f in fields(self):
-            given, by_unit = getattr(self, f.name), {self.activation_checkpointing.target, self.compile.target}
-            if f.name in ("units", "min_unit_numel") and given != f.default and by_unit == {"none"}:
-                raise ValueError(
-                    f"{f.name}={given!r} with engine='deepspeed': DeepSpeed gathers each module separately, and uses"
-                    " units only to recompute or compile; set activation_checkpointing='full' or compile='units', leave"
-                    " it unset, or use engine='fsdp2'."
-                )
+        if self.units is not None and {self.activation_checkpointing.target, self.compile.target} == {"none"}:
+            raise ValueError(
+                f"units={self.units!r} with engine='deepspeed', which gathers each module separately, and uses units"
+                " only to recompute or compile: set activation_checkpointing='full' or compile='units', leave it unset,"
+                " or use engine='fsdp2'."
+            )
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> ZeroConfig:
@@ -476,13 +464,9 @@ class PlanConfig:
 
 # -- the types of values ---------------------------------------------------------------------------------------------
 
-_LEAST = {
-    **dict.fromkeys(("min_unit_numel", "hook_budget_bytes", "headroom"), 0),
-    "shard_size": 2,
-}
-"""Setting -> its smallest value, where that is not 1 for a whole number and above 0 for any other number."""
-_UNITS = {"gib": "GiB", "seconds": "seconds", "numel": "elements", "bytes": "bytes"}
-"""Last word of a setting's name -> what its value counts."""
+_LEAST = {**dict.fromkeys(("min_unit_numel", "hook_budget_bytes", "headroom"), 0), "shard_size": 2}
+"""Setting -> its smallest value; other numbers must be above 0."""
+_KINDS = {bool: "True or False", str: "a name", int: "a whole number", float: "a number", type(None): "None"}
 _hints: Any = functools.cache(get_type_hints)
 
 
@@ -492,60 +476,42 @@ def _check_types(config: Any, where: str = "") -> None:
     Only literals, switches, numbers and names are compared; values of other types have checks of their own.
     """
     for name, hint in _hints(type(config)).items():
-        value = getattr(config, name)
+        value, least = getattr(config, name), _LEAST.get(name)
         members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-        checks = [_admitted(name, member, value) for member in members]
-        if any(fits for fits, _ in checks):
-            continue
-        choices = [choice for member in members for choice in get_args(member)]
-        raise ValueError(_not_one_of(where + name, value, [text for _, texts in checks for text in texts], choices))
+        if not any(_admits(member, value, least) for member in members):
+            admitted = " or ".join(_admitted(member, least) for member in members)
+            words = [word for member in members for word in get_args(member) if isinstance(word, str)]
+            meant = closest(value, words) if words and isinstance(value, str) else ""
+            raise ValueError(f"{where}{name}={value!r}: use {admitted}.{meant}")
 
 
-def _admitted(name: str, hint: Any, value: Any) -> tuple[bool, list[str]]:
-    """Returns whether a type without alternatives admits ``value`` for the setting, and which values it admits."""
-    unit = _UNITS.get(name.rpartition("_")[2])
-    number = f"number of {unit}" if unit else "number"
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+def _admits(hint: Any, value: Any, least: float | None) -> bool:
+    """Whether a type without alternatives admits ``value``."""
     if get_origin(hint) is Literal:
-        return any(value == v and type(value) is type(v) for v in get_args(hint)), [repr(v) for v in get_args(hint)]
-    if hint is type(None):
-        return value is None, ["None"]
-    if hint is bool:
-        return isinstance(value, bool), ["True", "False"]
-    if hint is str:
-        return isinstance(value, str) and bool(value), ["a name"]
-    if hint is int:
-        least = _LEAST.get(name, 1)
-        return is_number and isinstance(value, int) and value >= least, [f"a whole {number}, {least} or more"]
-    if hint is float:
-        limit = f"of {_LEAST[name]} or more" if name in _LEAST else "above 0"
-        return is_number and (value > 0 or value == _LEAST.get(name)), [f"a {number} {limit}"]
-    return True, []
+        return any(value == each and type(value) is type(each) for each in get_args(hint))
+    if hint in (int, float):
+        is_number = isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
+        return is_number and (value > 0 if least is None else value >= least)
+    return hint not in _KINDS or (isinstance(value, hint) and value != "")
 
 
-def _not_one_of(name: str, value: Any, texts: Sequence[str], choices: Sequence[Any]) -> str:
-    hint = closest(value, choices) if isinstance(value, str) and any(isinstance(c, str) for c in choices) else ""
-    return f"{name}={value!r}: use {', '.join(texts[:-1])}{' or ' if texts[1:] else ''}{texts[-1]}.{hint}"
-
-
-def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    if value not in allowed:
-        raise ValueError(_not_one_of(name, value, [repr(each) for each in allowed], allowed))
+def _admitted(hint: Any, least: float | None) -> str:
+    """The values that the type admits, in words."""
+    if get_origin(hint) is Literal:
+        words = ", ".join(map(repr, get_args(hint)))
+        return f"one of {words}" if "," in words else words
+    bound = "above 0" if least is None else f"of {least} or more"
+    return f"{_KINDS[hint]} {bound}" if hint in (int, float) else _KINDS[hint]
 
 
 def _require_target(config: Any, where: str) -> None:
     """Raises ``ValueError`` if a section whose target is ``"none"`` has other settings."""
-    for name in _given(config):
-        if name != "target" and config.target == "none":
-            others = " or ".join(repr(target) for target in _targets(type(config)) if target != "none")
-            raise ValueError(
-                f"{where}.{name}={getattr(config, name)!r} with {where}.target='none': use {where}.target={others}."
-            )
-
-
-def _targets(section: type) -> tuple[str, ...]:
-    hint = _hints(section)["target"]
-    return get_args(hint) if get_origin(hint) is Literal else get_args(get_args(hint)[0])  # of OffloadConfig or None
+    given = [f.name for f in fields(config) if f.name != "target" and getattr(config, f.name) != f.default]
+    if config.target == "none" and given:
+        raise ValueError(
+            f"{where}.{given[0]}={getattr(config, given[0])!r} with {where}.target='none': choose another target, or"
+            f" leave {given[0]} unset."
+        )
 
 
 # -- sections --------------------------------------------------------------------------------------------------------
@@ -559,22 +525,11 @@ def _as_checkpointing(value: Any) -> ActivationCheckpointingConfig:
 
 def _by_target(cls: type[_Targeted], name: str, value: Any) -> _Targeted:
     """Makes a section from an instance, from its ``target`` alone, or from a mapping of its fields."""
-    targets = _targets(cls)
     if isinstance(value, cls):
         return value
-    if isinstance(value, str):
-        _one_of(name, value, targets)
-        return cls(target=value)  # type: ignore[arg-type]
-    if isinstance(value, Mapping):
-        return _section(cls, name, value)
-    raise ValueError(
-        f"{name}={value!r}: use one of {', '.join(map(repr, targets))}, an instance of {cls.__name__} or a mapping."
-    )
-
-
-def _section(config: type[_Targeted], where: str, values: Mapping[str, Any]) -> _Targeted:
-    _known_only(config, values, f"{where}.")
-    return config(**values)
+    values = value if isinstance(value, Mapping) else {"target": value}
+    _known_only(cls, values, f"{name}.")
+    return cls(**values)
 
 
 def _known_only(config: type, values: Mapping[str, Any], where: str = "") -> None:
@@ -582,47 +537,6 @@ def _known_only(config: type, values: Mapping[str, Any], where: str = "") -> Non
     for name, value in values.items():
         if name not in known:
             raise ValueError(f"{where}{name}={value!r} is not a setting of {config.__name__}.{closest(name, known)}")
-
-
-def _file_or_mapping(value: Any) -> str | os.PathLike[str] | Mapping[str, Any]:
-    if isinstance(value, (str, os.PathLike, Mapping)):
-        return value
-    raise ValueError(f"deepspeed_config={value!r}: use the path of a JSON file, a mapping, or None.")
-
-
-def _parse(text: str, path: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_unique)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"deepspeed_config={path!r} is not valid JSON: {error.msg} in line {error.lineno}, column {error.colno};"
-            " remove comments and commas before a closing bracket."
-        ) from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    for name in content:
-        values = [value for key, value in pairs if key == name]
-        if len(values) > 1:
-            raise ValueError(f"deepspeed_config: {name!r} occurs {len(values)} times, with values {values}; keep one.")
-    return content
-
-
-def _json(value: Any, where: str) -> Any:
-    """Copies ``value`` into plain dicts and lists."""
-    if isinstance(value, Mapping):
-        return {str(key): _json(inner, f"{where}.{key}") for key, inner in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return [_json(inner, f"{where}[{number}]") for number, inner in enumerate(value)]
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    raise ValueError(f"{where}={value!r}: a DeepSpeed config contains only numbers, strings, lists and sections.")
-
-
-def _given(config: Any) -> list[str]:
-    """The settings of ``config`` that differ from their default."""
-    return [f.name for f in fields(config) if getattr(config, f.name) != f.default]
 
 
 def _as_names(name: str, value: Any, of: str = "class names or name patterns") -> tuple[str, ...] | None:

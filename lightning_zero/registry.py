@@ -86,11 +86,10 @@ class _RegisterAfterImport(MetaPathFinder):
 @cache
 def _maker(trainers: str, name: str) -> Callable[..., Any]:
     def make(**settings: Any) -> Any:
-        from lightning_zero.auto import make_strategy  # the class is imported on first use, not with the package
-        from lightning_zero.config import ZeroConfig
+        from lightning_zero.strategy import ZeroStrategy  # imported on first use, not with the package
 
         _check_is_ours(trainers, name)
-        return make_strategy(ZeroConfig.from_kwargs(**settings))
+        return ZeroStrategy(**settings)
 
     return make
 

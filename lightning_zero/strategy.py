@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint.global_batch import keep_global_batch
 from lightning_zero.checkpoint.later import leaving_for_later
 from lightning_zero.checkpoint.resume import follow, leave_finished_epoch
-from lightning_zero.checkpoint.saving import Collecting, Saving, with_atomic_files
+from lightning_zero.checkpoint.saving import Saving, with_atomic_files
 from lightning_zero.comm.agree import Agreement, set_run_agreement, shared_agreement
 from lightning_zero.config import (
     ActivationCheckpointingConfig,
@@ -50,15 +50,11 @@ from lightning_zero.config import (
     Uneven,
     ZeroConfig,
 )
-from lightning_zero.engines.advice import advice_on
 from lightning_zero.engines.after_run import (
-    AfterRun,
     begin_reads,
     has_left_parameters,
     has_left_states,
     left_shards,
-    make_parameters_full,
-    where_memory_allows,
 )
 from lightning_zero.engines.base import Engine, require, undetached_state_dict
 from lightning_zero.engines.deepspeed.run import DeepSpeedRun
@@ -83,7 +79,6 @@ from lightning_zero.private.check import check
 from lightning_zero.private.lightning import (
     LIGHTNING,
     TORCHMETRICS,
-    forget_optimizers,
     given_checkpoint_io,
     layer_sync,
     set_device,
@@ -91,9 +86,6 @@ from lightning_zero.private.lightning import (
     unwrapped,
 )
 from lightning_zero.private.torch import TORCH, VERSION, convert
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _NO_COMPILE = CompileConfig()
 _KEEP_ALL = ActivationCheckpointingConfig()
@@ -152,44 +144,35 @@ class ZeroStrategy(Launched, DDPStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         given = locals()
-        self._take(
-            ZeroConfig(**{f.name: given[f.name] for f in fields(ZeroConfig)}),
+        self.config = config = ZeroConfig(**{f.name: given[f.name] for f in fields(ZeroConfig)})
+        # Private names of DeepSpeed and Hydra are checked on first use: both take long to import and may be missing.
+        for library in (TORCH, LIGHTNING, TORCHMETRICS, *([FULLY_SHARD] if config.engine == "fsdp2" else [])):
+            check(library)
+        self.start_method, self.rank_logs = config.start_method, config.rank_logs
+        DDPStrategy.__init__(
+            self,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-        )
-
-    @classmethod
-    def from_config(cls, config: ZeroConfig, **lightning_arguments: Any) -> Self:
-        """Makes a strategy from a validated config; ``lightning_arguments`` are those that the Trainer sets."""
-        strategy = cls.__new__(cls)
-        strategy._take(config, **lightning_arguments)  # noqa: SLF001
-        return strategy
-
-    def _take(self, config: ZeroConfig, **lightning_arguments: Any) -> None:
-        """Initializes the strategy from a config; the constructor, the registered names, LightningCLI and Hydra all end
-        here."""
-        check_libraries(config.engine)
-        self.config = config
-        self.start_method, self.rank_logs = config.start_method, config.rank_logs
-        DDPStrategy.__init__(
-            self,
-            **lightning_arguments,
             process_group_backend=config.process_group_backend,
             timeout=timedelta(seconds=config.timeout_seconds),
         )
         self.engine: Engine | None = None
         """The engine that shards the module; ``None`` outside a run."""
-        self._in_groups_that_fit = config.shard_size == "auto"
+        self._given = config  # each run begins with these settings; a plan may then choose some of them
         self._failed = False  # whether this run raised; then other ranks may be anywhere, so no collectives
         self._undo = ExitStack()
         """Undoes what lasts for one run: the view of the engine, and changes to the Trainer's loops."""
-        self._agreement: Agreement | None = None
         self._saving = Saving(config.checkpoint)
         self._run: EngineRun = (DeepSpeedRun if config.engine == "deepspeed" else Fsdp2Run)(config)
-        self._saving.refuse_plugin(lightning_arguments.get("checkpoint_io"))
+        self._saving.refuse_plugin(checkpoint_io)
+
+    @classmethod
+    def from_config(cls, config: ZeroConfig) -> ZeroStrategy:
+        """Makes a strategy from a validated config."""
+        return cls(**{f.name: getattr(config, f.name) for f in fields(config)})
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -228,21 +211,10 @@ class ZeroStrategy(Launched, DDPStrategy):
         super()._configure_launcher()
 
     def _get_process_group_backend(self) -> str:
-        # Agreements run on the CPUs' backend, so that no step waits for the device.
         device = self.root_device.type
-        default = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
-        backend = self.config.process_group_backend or default
-        if {part.split(":")[-1] for part in backend.split(",")} - set(dist.Backend.backend_list):
-            raise ValueError(
-                f"process_group_backend={backend!r}: torch.distributed has {', '.join(dist.Backend.backend_list)};"
-                f" use one of them, or None for {default!r}."
-            )
-        if self._steps_on_host and not _serves_cpus(backend):
-            raise ValueError(
-                f"process_group_backend={backend!r} with offload={self.config.offload.target!r}: gradients are in host"
-                f" memory and so are their norms, which need a CPU backend; use {default!r}, or None for it."
-            )
-        return backend
+        backend = self.config.process_group_backend or dist.get_default_backend_for_device(device)
+        # Agreements and offloaded gradients use the CPUs' backend, so that no step waits for the device.
+        return backend if device == "cpu" or ":" in backend else f"cpu:gloo,{device}:{backend}"
 
     # -- set-up and end ------------------------------------------------------------------------------------------
 
@@ -258,8 +230,7 @@ class ZeroStrategy(Launched, DDPStrategy):
                 f" that left shards with after_fit={self.config.after_fit!r}: copy the module"
                 " (copy.deepcopy(module), on every rank) or call trainer.save_checkpoint; or use after_fit='whole'."
             )
-        agreement = None if self._agreement is None else Agreement(alone=True)
-        return {**super().__getstate__(), "_agreement": agreement}
+        return super().__getstate__()
 
     def setup(self, trainer: Any) -> None:
         module: Any = self.lightning_module
@@ -267,9 +238,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.accelerator.setup(trainer)
         sync_steps(trainer, self, self.config.uneven)
         self._failed = False
-        self._resolve_stage(trainer)
-        if self._in_groups_that_fit:
-            self._resolve_shard_size(trainer)
+        self._resolve(trainer)
         self._run.config = self.config
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and (sync := layer_sync(self)):
@@ -277,7 +246,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         if fitting:
-            forget_optimizers(self)
+            self.optimizers, self.lr_scheduler_configs = [], []  # of an earlier run, which would stay in memory
         if self._shards:
             self._start_engine(trainer)
         else:
@@ -289,7 +258,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.engine is not None:
             self.engine.attach(optimizers, trainer_facts(trainer))
         self.setup_precision_plugin()
-        self._saving.follow(trainer, self._serve_reads, self._end_reads)
+        self._saving.follow(trainer)
         self._map_from(MAPPED_IN_STEPS_FROM_BYTES)
         if self.engine is not None:  # after configure_optimizers, so that states created there are sharded as well
             self._undo.enter_context(self.engine.view())
@@ -344,20 +313,22 @@ class ZeroStrategy(Launched, DDPStrategy):
         with super().tensor_init_context(empty_init), torch.device("cpu") if on_host else nullcontext():
             yield
 
-    def _resolve_stage(self, trainer: Any) -> None:
-        """Hook of ``zero_auto``: sets ``self.config.stage`` to the planned stage, the same on every rank."""
-        if self.config.auto:
-            raise ValueError("auto=True needs the planner: use strategy='zero_auto', or stage=1, 2 or 3.")
-
-    def _resolve_shard_size(self, trainer: Any) -> None:
-        """Replaces ``shard_size="auto"`` by the size that rank 0 plans, or by ``None`` for all ranks."""
-        from lightning_zero.planner import resolve_shard_size  # imports PyTorch's tracing, which takes long
-
-        module, config = self.lightning_module, self.config.with_(shard_size="auto")
+    def _resolve(self, trainer: Any) -> None:
+        """Lets the plan choose what the settings leave to it, the same on every rank (collective)."""
+        module, config = self.lightning_module, self._given
         assert module is not None
-        size, why = resolve_shard_size(trainer, module, config, self.agreement)
-        self.config = config.with_(shard_size=size)
-        rank_zero_info(why)
+        if config.auto:
+            from lightning_zero.auto import resolve_stage  # imports PyTorch's tracing, which takes long
+
+            config, why = resolve_stage(trainer, module, config, self.agreement)
+            rank_zero_info(why)
+        if config.shard_size == "auto":
+            from lightning_zero.planner import resolve_shard_size
+
+            size, why = resolve_shard_size(trainer, module, config, self.agreement)
+            config = config.with_(shard_size=size)
+            rank_zero_info(why)
+        self.config = config
 
     def _start_engine(self, trainer: Any) -> None:
         module = self.lightning_module
@@ -409,17 +380,11 @@ class ZeroStrategy(Launched, DDPStrategy):
             # Otherwise PyTorch rounds pinned blocks up to a power of two. It reads this at the first use of the device.
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:1")
         super().setup_environment()
-        if self._steps_on_host and self.world_size > 1 and not _serves_cpus(dist.get_backend_config()):
-            raise ValueError(
-                f"offload={self.config.offload.target!r}: an earlier Trainer or your code has opened a process group"
-                f" without a CPU backend ({dist.get_backend_config()}), which norms of gradients in host memory need:"
-                " give that Trainer DDPStrategy(process_group_backend='cpu:gloo,cuda:nccl')."
-            )
         self._map_from(MAPPED_FROM_BYTES)
-        self._agreement = shared_agreement(self.config.timeout_seconds)
-        set_run_agreement(self._agreement)
-        self._saving.begin(self._agreement)
-        begin_reads(self.agreement)
+        agreement = shared_agreement(self.config.timeout_seconds)
+        set_run_agreement(agreement)
+        self._saving.begin(agreement)
+        begin_reads(agreement)
 
     def _map_from(self, nbytes: int) -> None:
         if self.root_device.type == "cpu":  # with an accelerator, gathered parameters are not in malloc's heap
@@ -437,32 +402,19 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def _end_run(self) -> None:
         self._undo.close()
-        if self.engine is None:
-            self._run.end()
-            if self.lightning_module is not None and on_meta(self.lightning_module):
-                self._end_parts()  # the run ended before the module was materialized: nothing to move
-            else:
-                super().teardown()
-            return
+        engine, module = self.engine, self.lightning_module
         try:
-            self.engine.end_reads(together=not self._failed)
-            after = self._after_run()
-            self._end_engine(after)
+            if engine is not None:
+                self._end_engine(engine)
         except BaseException:
             self._failed = True
-            self._run.end()
             raise
-        module = self.lightning_module
-        if module is not None:
-            sync = layer_sync(self)
-            self.model = sync.revert(module) if sync else module
-            if after is AfterRun.WHOLE:
-                module.cpu()
-        self._run.end()
-        self._end_parts()
-
-    def _end_parts(self) -> None:
-        """Does what Lightning's own ``teardown`` does, except moving the module."""
+        finally:
+            self._run.end()
+        if engine is None and not (module is not None and on_meta(module)):
+            super().teardown()
+            return
+        # All that Lightning's own teardown does, except moving the module: it is on the meta device or has its place.
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
@@ -470,32 +422,38 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    def _after_run(self) -> AfterRun:
+    def _end_engine(self, engine: Engine) -> None:
+        engine.end_reads(together=not self._failed)
+        full = self._becomes_full(engine)
+        engine.failed = self._failed
+        engine.restore(full)
+        self.engine = None
+        if hasattr(self.precision_plugin, "engine"):
+            self.precision_plugin.engine = None
+        if (module := self.lightning_module) is not None:
+            sync = layer_sync(self)
+            self.model = sync.revert(module) if sync else module
+            if full:
+                module.cpu()
+
+    def _becomes_full(self, engine: Engine) -> bool:
         """Decides whether the module is unsharded after the run (collective).
 
         After an error it is not collective: other ranks may be anywhere, and the error must appear at once.
         """
-        assert self.engine is not None
-        if self._failed:
-            return AfterRun.SHARDED
-        if self.config.after_fit != "auto":
-            return AfterRun.WHOLE if self.config.after_fit == "whole" else AfterRun.SHARDED
-        # The agreement has a CPU group of its own; the run's process group may have no CPU backend.
+        if self._failed or self.config.after_fit != "auto":
+            return not self._failed and self.config.after_fit == "whole"
+        # The agreement has a CPU group of its own; the run's process group may have no CPU backend. The smallest room
+        # of all ranks counts, so that all decide alike: to unshard is collective.
         room = int(0.8 * available_host_bytes()) // self.num_processes
-        # The smallest of all ranks counts, so that all decide alike: to unshard is collective.
-        room = min(self.agreement.gather(room, "the end of a run"))
-        after, note = where_memory_allows(self.engine.total_bytes, self.num_processes, room)
-        if note:
-            rank_zero_info(note)
-        return after
-
-    def _end_engine(self, after: AfterRun) -> None:
-        assert self.engine is not None
-        self.engine.failed = self._failed
-        self.engine.restore(after is AfterRun.WHOLE)
-        self.engine = None
-        if hasattr(self.precision_plugin, "engine"):
-            self.precision_plugin.engine = None
+        full = engine.total_bytes < min(self.agreement.gather(room, "the end of a run"))
+        if not full:
+            rank_zero_info(
+                "after_fit='auto': the module stays sharded, because its full parameters"
+                f" ({engine.total_bytes * self.num_processes / 2**30:.1f} GiB for the processes of one host) do not fit"
+                " into host memory."
+            )
+        return full
 
     def on_train_start(self) -> None:
         if self.engine is not None:
@@ -514,39 +472,38 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
-        note = advice_on(str(exception), self.config.engine)
-        if note and hasattr(exception, "add_note"):
-            exception.add_note(note)
 
     # -- Lightning's collectives ----------------------------------------------------------------------------------
     #
     # Each first serves the parameter reads of other ranks. Without that, a rank that still reads parameters in its
     # hook would wait for this rank, and this rank for it.
 
-    def _serve_reads(self) -> None:
+    def serve_reads(self) -> None:
+        """Waits for the other ranks' reads of parameters, before ranks wait for each other (collective)."""
         if self.engine is not None:
             self.engine.wait_for_reads()
 
-    def _end_reads(self) -> None:
+    def end_reads(self) -> None:
+        """Ends the time in which rank 0 alone may have read parameters (collective)."""
         if self.engine is not None:
             self.engine.end_window()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._serve_reads()
+        self.serve_reads()
         super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._serve_reads()
+        self.serve_reads()
         return super().broadcast(obj, src)
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        self._serve_reads()
+        self.serve_reads()
         if isinstance(tensor, Tensor):  # it may be in host memory, and gloo cannot average
             return super().reduce(tensor.to(self.root_device), group, reduce_op).to(tensor.device)
         return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        self._serve_reads()
+        self.serve_reads()
         return super().all_gather(tensor, group, sync_grads)
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -597,8 +554,7 @@ class ZeroStrategy(Launched, DDPStrategy):
     @property
     def agreement(self) -> Agreement:
         """The channel on which ranks agree on everything outside the engine."""
-        assert self._agreement is not None
-        return self._agreement
+        return self._saving.agreement
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's full state dict on the CPU, with the module's own names, on every rank (collective).
@@ -630,11 +586,11 @@ class ZeroStrategy(Launched, DDPStrategy):
     def _collected(self, call: str, of_shards: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Returns the state ``of_shards`` with full tensors (collective), but as it is for a sharded checkpoint."""
         collecting = self._saving.collecting
-        self._serve_reads()
-        if collecting is Collecting.NOTHING:
+        self.serve_reads()
+        if collecting is None:
             self.agreement.gather(None, call)
         state = of_shards()
-        if collecting is Collecting.SHARDS:
+        if collecting not in (None, "file"):
             return state
         full: dict[str, Any] = Engine.full(state, self._saving.memory_on_rank_0)
         return full
@@ -657,33 +613,6 @@ class ZeroStrategy(Launched, DDPStrategy):
             )
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self.engine.load_optimizer_state(unwrapped(optimizer), state)
-
-    @contextmanager
-    def full_parameters(self, module: nn.Module | None = None, modify: bool = False) -> Generator[None, None, None]:
-        """Gives ``module`` full, plain parameters inside the context, on every rank (collective).
-
-        Args:
-            module: The LightningModule of this run; any other is refused.
-            modify: Broadcast rank 0's writes to all ranks at the end. Otherwise a write raises.
-
-        Raises:
-            RuntimeError: If not all ranks make this call within ``timeout_seconds``, or if parameters were written to
-                without ``modify``.
-        """
-        if module is not None and module is not self.lightning_module:
-            raise ValueError(
-                f"full_parameters({type(module).__name__}): only the LightningModule of this run is sharded; pass it,"
-                " and read its submodules inside."
-            )
-        if self.engine is None:
-            if self.lightning_module is not None:
-                make_parameters_full(self.lightning_module)
-            yield
-            return
-        self._serve_reads()
-        self.agreement.gather(None, "strategy.full_parameters()")
-        with self.engine.full_parameters(modify):
-            yield
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -716,19 +645,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.config.keep_global_batch and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             keep_global_batch(content, trainer, self.world_size)
         return content
-
-
-def _serves_cpus(backend: str) -> bool:
-    return "cpu" in dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
-
-
-def check_libraries(engine: str) -> None:
-    """Raises ``MovedError`` if a private name that every run uses has changed in the installed libraries.
-
-    Private names of DeepSpeed and Hydra are checked on first use: both take long to import and may be missing.
-    """
-    for library in (TORCH, LIGHTNING, TORCHMETRICS, *([FULLY_SHARD] if engine == "fsdp2" else [])):
-        check(library)
 
 
 def all_but_parameters_to(module: nn.Module, device: torch.device) -> None:

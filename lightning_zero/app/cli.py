@@ -81,7 +81,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="a checkpoint: file, sharded folder, DeepSpeed's own folder, or fsspec URL")
+    parser.add_argument("source", help="a checkpoint: file, sharded folder, or fsspec URL")
     parser.add_argument("target", help="path to write; must not exist yet")
     parser.add_argument("--format", choices=FORMATS, help="default: the form that SOURCE does not have")
     parser.add_argument("--prefix", help="safetensors: prefix to remove from names (default: that of an only child)")

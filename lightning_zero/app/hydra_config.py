@@ -27,11 +27,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from lightning_zero.app.sweep import RunRecord
-from lightning_zero.auto import make_strategy as make_zero_strategy
 from lightning_zero.config import PlanConfig, ZeroConfig, closest
 from lightning_zero.launch.launcher import LaunchedDDP
 from lightning_zero.launch.slurm import SlurmJob, run_stamp
 from lightning_zero.private.lightning import start_method
+from lightning_zero.strategy import ZeroStrategy
 
 _GROUPS_OF_THEIR_OWN = ("strategy", "callbacks")
 """Arguments of the Trainer that have Hydra groups of their own."""
@@ -166,7 +166,7 @@ def make_strategy(**settings: Any) -> DDPStrategy | str:
     settings.pop("_target_", None)
     if "stage" not in settings:
         return _lightning_strategy(str(settings.get("name", "ddp")))
-    return make_zero_strategy(make_zero_config(settings))
+    return ZeroStrategy.from_config(make_zero_config(settings))
 
 
 def _lightning_strategy(name: str) -> DDPStrategy | str:

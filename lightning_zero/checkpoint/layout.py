@@ -19,14 +19,11 @@ one key in addition to Lightning's: :data:`EXTRA`.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from lightning_zero.errors import CheckpointError
 
 ACCUMULATION = "accumulate_grad_batches"
 """Key under :data:`EXTRA`: the run's number of micro-batches per optimizer step."""
@@ -76,31 +73,3 @@ def tensor_key(path: Path) -> str:
 def placeholder(tensor: Tensor) -> Tensor:
     """A meta tensor with the shape and dtype of ``tensor``."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def marker_text(data: str) -> str:
-    return json.dumps({"format": FORMAT, "data": data}) + "\n"
-
-
-def read_marker(text: str, where: str) -> str:
-    """Returns the name of the data folder that the marker ``text`` declares complete.
-
-    Raises:
-        CheckpointError: If the marker is damaged or has another format.
-    """
-    try:
-        marker = json.loads(text)
-        number, data = int(marker["format"]), str(marker["data"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(
-            f"{where}/{MARKER} is damaged ({error!r}): the folder is not a checkpoint of lightning_zero, or the file"
-            " was changed; use another checkpoint."
-        ) from error
-    if number != FORMAT:
-        raise CheckpointError(
-            f"{where} has format {number}, this version reads {FORMAT}: convert it into one file with the version that"
-            " wrote it (lightning-zero convert)."
-        )
-    if not data.startswith(DATA_PREFIX) or "/" in data or "\\" in data:
-        raise CheckpointError(f"{where}/{MARKER} names {data!r}, which is not a data folder: use another checkpoint.")
-    return data

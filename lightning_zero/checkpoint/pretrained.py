@@ -1,9 +1,9 @@
 """Reads pretrained weights into a module, in parts.
 
-Each name in the files is mapped to a name in the module (by :class:`Names`, then by transformers' own conversion if the
-module is one of theirs). All names are compared before anything is written. An unsharded module is filled one tensor at
-a time; of a sharded one each rank reads only its rows; parameters without memory are read when the engine shards them
-(``later``).
+Each name in the files is mapped to a name in the module: by the caller's arguments, then by transformers' own
+conversion if the module is one of theirs. All names are compared before anything is written. An unsharded module is
+filled one tensor at a time; of a sharded one each rank reads only its rows; parameters without memory are read when the
+engine shards them (``later``).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -38,23 +39,15 @@ class LoadedKeys(NamedTuple):
     """Names in the files, unchanged, that the module does not have."""
 
 
-class Names(NamedTuple):
+def _renamed(key: str, strip: str, add: str, rename: Rename) -> str | None:
     """Maps a name in the files to a name in the module; ``None`` if it is left out."""
-
-    strip: str
-    add: str
-    rename: Rename
-
-    def __call__(self, key: str) -> str | None:
-        if not key.startswith(self.strip):
-            return None
-        name = self.add + key[len(self.strip) :]
-        if callable(self.rename):
-            return self.rename(name)
-        for old in sorted(self.rename or (), key=len, reverse=True):
-            if name.startswith(old):
-                return self.rename[old] + name[len(old) :]  # type: ignore[index]
-        return name
+    if not key.startswith(strip):
+        return None
+    name = add + key.removeprefix(strip)
+    if callable(rename):
+        return rename(name)
+    longest = max((old for old in rename or () if name.startswith(old)), key=len, default=None)
+    return name if rename is None or longest is None else rename[longest] + name.removeprefix(longest)
 
 
 def load_pretrained(
@@ -101,11 +94,12 @@ def load_pretrained(
     agreement = run or Agreement(alone=True)
     agreement.gather(None, "lightning_zero.load_pretrained()")
     where = agreement.gather(os.fspath(path))[0]
-    stored = find(where, weights_only, agreement)
+    stored = together(agreement, lambda: find(Path(where), weights_only))
     targets = saved_tensors(module)
 
     def matched() -> tuple[dict[str, Stored], LoadedKeys]:
-        found, keys = _matched(module, targets, stored, Names(strip, add, rename))
+        names = {s.key: _renamed(s.key, strip, add, rename) for s in stored}
+        found, keys = _matched(module, targets, stored, names)
         if strict and (keys.missing_keys or keys.unexpected_keys):
             raise CheckpointError(_incomplete(where, type(module).__name__, keys, list(targets), stored))
         return found, keys
@@ -117,7 +111,7 @@ def load_pretrained(
 
 
 def _matched(
-    module: nn.Module, targets: Mapping[str, Tensor], stored: Sequence[Stored], names: Names
+    module: nn.Module, targets: Mapping[str, Tensor], stored: Sequence[Stored], names: Mapping[str, str | None]
 ) -> tuple[dict[str, Stored], LoadedKeys]:
     """Returns the source of each name of the module, and the names that are missing or left over.
 
@@ -126,7 +120,7 @@ def _matched(
     """
     renamed: dict[str, Stored] = {}
     for each in stored:
-        name = names(each.key)
+        name = names[each.key]
         if name in renamed:
             raise CheckpointError(
                 f"{each.file}: {each.key!r} and {renamed[name].key!r} of {renamed[name].file} would both become"

@@ -137,46 +137,46 @@ def _of_this_rank(trainer: Any) -> dict[str, Any]:
     }
 
 
-class Resume:
-    """Continues a run exactly where the ``checkpoint`` loaded for it was written."""
+def resume(checkpoint: dict[str, Any], trainer: Any, agreement: Agreement) -> None:
+    """Restores loaders and random states from ``checkpoint``. Call it before the first batch is fetched."""
+    ranks = checkpoint.get(EXTRA, {}).get("ranks", [])
+    same = len(ranks) == agreement.world_size
+    mine = ranks[agreement.rank] if same else (ranks[0] if ranks else {})
+    num_done = _batches_done(trainer)
 
-    def __init__(self, checkpoint: dict[str, Any], agreement: Agreement) -> None:
-        ranks = checkpoint.get(EXTRA, {}).get("ranks", [])
-        self._same = len(ranks) == agreement.world_size
-        self._mine = ranks[agreement.rank] if self._same else (ranks[0] if ranks else {})
-        kept_by_lightning = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-        self._loader_states = self._mine.get("loaders") or kept_by_lightning.get("combined_loader", [])
+    def set_rng() -> None:
+        if same and "rng" in mine:
+            set_rng_state(mine["rng"], trainer.strategy.root_device)
 
-    def apply(self, trainer: Any) -> None:
-        """Restores loaders and random states. Call it before the first batch is fetched."""
-        loaders = _loaders(trainer)
-        num_done = _batches_done(trainer)
-        if self._same and num_done is None:
-            self._set_rng(trainer)  # before the new epoch draws its order
-        self._move_on(trainer, loaders, num_done or 0)
-        fetcher = data_fetcher(trainer)
-        if fetcher is not None:
-            iter(fetcher)  # as Lightning does at an epoch's start: earlier iterators would ignore the changes above
-        if self._same and num_done is not None:
-            self._set_rng(trainer)
+    if num_done is None:
+        set_rng()  # before the new epoch draws its order
+    loaders = _loaders(trainer)
+    kept_by_lightning = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    _set_states(trainer, loaders, mine.get("loaders") or kept_by_lightning.get("combined_loader", []))
+    if num_done:
+        _skip(trainer, loaders, num_done, mine.get("orders", []))
+    fetcher = data_fetcher(trainer)
+    if fetcher is not None:
+        iter(fetcher)  # as Lightning does at an epoch's start: earlier iterators would ignore the changes above
+    if num_done is not None:
+        set_rng()
 
-    def _set_rng(self, trainer: Any) -> None:
-        if "rng" in self._mine:
-            set_rng_state(self._mine["rng"], trainer.strategy.root_device)
 
-    def _move_on(self, trainer: Any, loaders: list[Any], num_done: int) -> None:
-        stateful = [loader for loader in loaders if _is_stateful(loader)]
-        if trainer.fit_loop.restarting and len(self._loader_states) == len(stateful):
-            for loader, state in zip(stateful, self._loader_states, strict=True):
-                loader.load_state_dict(state)
-        orders = [_order_of(loader) for loader in loaders]
-        if not num_done or not any(orders):
-            return
-        drawn = self._mine.get("orders", [])
-        for i, (loader, order) in enumerate(zip(loaders, orders, strict=True)):
-            if order is not None:
-                order.num_done = num_done % _cycle(trainer, i, loader)
-                order.resume_from = drawn[i] if len(drawn) == len(orders) else None
+def _set_states(trainer: Any, loaders: list[Any], states: list[Any]) -> None:
+    stateful = [loader for loader in loaders if _is_stateful(loader)]
+    if trainer.fit_loop.restarting and len(states) == len(stateful):
+        for loader, state in zip(stateful, states, strict=True):
+            loader.load_state_dict(state)
+
+
+def _skip(trainer: Any, loaders: list[Any], num_done: int, drawn: list[Any]) -> None:
+    """Lets map-style loaders continue after batch ``num_done`` of the order that they have ``drawn``."""
+    orders = [_order_of(loader) for loader in loaders]
+    for i, (loader, order) in enumerate(zip(loaders, orders, strict=True)):
+        if order is not None:
+            order.num_done = num_done % _cycle(trainer, i, loader)
+            order.resume_from = drawn[i] if len(drawn) == len(orders) else None
+    if any(orders):
         rank_zero_info(
             f"Resuming in mid-epoch: map-style loaders continue after batch {num_done}, although Lightning warns that"
             " they cannot be resumed."

@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable
-from enum import Enum, auto
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -20,23 +18,11 @@ from torch import nn
 from lightning_zero.checkpoint import directory, file
 from lightning_zero.checkpoint.collected import Collected
 from lightning_zero.checkpoint.layout import EXTRA
-from lightning_zero.checkpoint.resume import Resume, collect
-from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, remove, together
+from lightning_zero.checkpoint.resume import collect, resume
+from lightning_zero.checkpoint.store import BackgroundSaver, is_directory, load, together
 from lightning_zero.comm.agree import IN_BACKGROUND, Agreement
 from lightning_zero.private.lightning import TUNERS_FILES, checkpoint_connector
 from lightning_zero.private.torch import DisableTorchFunction, pytree
-
-
-class Collecting(Enum):
-    """Whether Lightning is collecting a checkpoint; decides what a rank gets from the methods that return state."""
-
-    NOTHING = auto()
-    """No: a user's own call. Every rank gets full tensors, after all ranks have agreed that they make the call."""
-    FOR_RANK_0 = auto()
-    """For one file: rank 0 gets full tensors, other ranks only shapes, so a host holds one copy instead of one per
-    rank."""
-    SHARDS = auto()
-    """For a directory: every rank gets its own shards, and nothing is gathered."""
 
 
 class Saving:
@@ -48,12 +34,15 @@ class Saving:
 
     def __init__(self, form: str) -> None:
         self._form = form
-        self.collecting = Collecting.NOTHING
-        self._memory: Collected | None = None
-        self._barrier: Callable[[], None] = _nothing  # no lambda: copies of a Trainer are pickled
-        self._end_reads: Callable[[], None] = _nothing
+        self.collecting: str | None = None
+        """The form for which Lightning is collecting a checkpoint; decides what the methods that return state return.
+        For a file, rank 0 gets full tensors and the other ranks only shapes, so that a host holds one copy instead of
+        one per rank. For a directory, every rank gets its own shards. ``None`` is a user's own call: every rank gets
+        full tensors."""
+        self.memory_on_rank_0: Collected | None = None
+        """The memory for one file while it is collected; ``None`` if every rank gets full tensors."""
         self._agreement: Agreement | None = None
-        self._loaded: Loaded | None = None
+        self._loaded: dict[str, Any] | None = None  # for resume()
         self._continues = False
         self._background: BackgroundSaver | None = None
 
@@ -74,36 +63,36 @@ class Saving:
 
     def begin(self, agreement: Agreement) -> None:
         """Begins a run. Call it before set-up: checkpoints are loaded into the module before it is sharded."""
-        self._agreement, self.collecting = agreement, Collecting.NOTHING
+        self._agreement = agreement
 
-    def follow(self, trainer: Any, barrier: Callable[[], None], end_reads: Callable[[], None]) -> None:
+    def follow(self, trainer: Any) -> None:
         """Lets :attr:`collecting` tell Lightning's own collection of a checkpoint from a user's call.
 
         Stays in effect after the run: a checkpoint of a module that stays sharded is collected in the same way.
 
-        Args:
-            trainer: The trainer whose checkpoints are collected.
-            barrier: Called before ranks wait for each other.
-            end_reads: Called after rank 0 alone may have read parameters.
+        Raises:
+            CheckpointError: If callbacks of ``trainer`` would write sharded checkpoints to a remote place.
         """
-        self._barrier, self._end_reads = barrier, end_reads
+        if self._form != "file":
+            for callback in trainer.checkpoint_callbacks:
+                directory.local_path(getattr(callback, "dirpath", None) or trainer.default_root_dir)
         checkpoint_connector(trainer).dump_checkpoint = functools.partial(self.collect, trainer)
 
     def collect(self, trainer: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Collects a checkpoint as Lightning does; each rank gets its part according to the strategy's form."""
         connector = checkpoint_connector(trainer)
         trainer.lightning_module.trainer = trainer  # copies of modules leave it out
-        self._barrier()
+        trainer.strategy.serve_reads()
         self.agreement.gather(None, "trainer.save_checkpoint()")
-        self.collecting = Collecting.FOR_RANK_0 if self._form == "file" else Collecting.SHARDS
-        if self.collecting is Collecting.FOR_RANK_0:
+        self.collecting = self._form
+        if self._form == "file":
             folder = getattr(trainer.checkpoint_callback, "dirpath", None)
-            self._memory = Collected([folder, trainer.default_root_dir])
+            self.memory_on_rank_0 = Collected([folder, trainer.default_root_dir])
         try:
             checkpoint: dict[str, Any] = type(connector).dump_checkpoint(connector, weights_only)
             if self.agreement.rank == 0:  # before end_reads: copying parameters may need the other ranks' rows
                 checkpoint = {key: _apart(value) for key, value in checkpoint.items()}
-            self._end_reads()
+            trainer.strategy.end_reads()
         except Exception as error:
             if "meta" in str(error) and hasattr(error, "add_note"):
                 error.add_note(
@@ -112,8 +101,8 @@ class Saving:
                 )
             raise
         finally:
-            self._memory = None
-            self.collecting = Collecting.NOTHING
+            self.memory_on_rank_0 = None
+            self.collecting = None
         return checkpoint
 
     def __getstate__(self) -> dict[str, Any]:
@@ -121,14 +110,9 @@ class Saving:
         state = type(self)(self._form).__dict__
         return state if self._agreement is None else {**state, "_agreement": Agreement(alone=True)}
 
-    @property
-    def memory_on_rank_0(self) -> Collected | None:
-        """The memory for one file while it is collected; ``None`` if every rank gets full tensors."""
-        return self._memory
-
     def end(self, run_failed: bool) -> None:
         """Waits for background saves. A failed one raises, or only warns if the run has failed already."""
-        self._forget_loaded()
+        self._loaded = None
         if self._background is not None:
             background, self._background = self._background, None
             try:
@@ -172,17 +156,12 @@ class Saving:
                     self._background = BackgroundSaver(self.agreement.with_kind(IN_BACKGROUND))
                 self._background.save(checkpoint, path)
 
-    def wait(self) -> None:
-        """Waits until nothing is being written; raises if a save failed."""
-        if self._background is not None:
-            self._background.wait()
-
     def remove(self, filepath: Any, checkpoint_io: Any) -> None:
         """Deletes a checkpoint, on one rank, after pending saves: the checkpoint that replaces it is complete first."""
 
         def remove_it() -> None:
             try:
-                if not remove(os.fspath(filepath)):
+                if not directory.remove(os.fspath(filepath)):
                     checkpoint_io.remove_checkpoint(filepath)
             except OSError as error:  # a warning is enough: only this rank is here, and nothing depends on it
                 rank_zero_warn(f"{filepath} could not be deleted: {error}")
@@ -201,37 +180,25 @@ class Saving:
             FileNotFoundError: On every rank, if there is nothing at the path.
             CheckpointError: On every rank, if it is incomplete, damaged, foreign, or more than ``weights_only`` admits.
         """
-        self._forget_loaded()
         # Rank 0's path: ranks that look for the newest checkpoint at different times may find different ones.
         path = self.agreement.gather(os.fspath(checkpoint_path))[0]
         if self._background is not None:
             together(self.agreement, self._background.wait)
-        ours = type(_innermost(checkpoint_io)) in _FILE_PLUGINS  # plugins that wrap it change only how it writes
-        if ours or together(self.agreement, lambda: is_directory(path)):
+        if type(checkpoint_io) in _FILE_PLUGINS or together(self.agreement, lambda: is_directory(path)):
             self._loaded = load(path, weights_only, self.agreement)
         else:
             safely = weights_only is not False
             content = together(self.agreement, lambda: checkpoint_io.load_checkpoint(path, weights_only=safely))
-            self._loaded = Loaded(content)
+            self._loaded = content
         self._continues = not os.path.basename(path).startswith(TUNERS_FILES)
-        return self._loaded.content
+        return self._loaded
 
     def resume(self, trainer: Any) -> None:
         """Continues from the checkpoint that was loaded for this run, if there is one. Call it before the first batch.
         After a tuner's trial steps, loaders and random states are not restored, as under DDP."""
-        if self._loaded is not None:
-            if self._continues:
-                Resume(self._loaded.content, self.agreement).apply(trainer)
-            self._forget_loaded()
-
-    def _forget_loaded(self) -> None:
-        if self._loaded is not None:
-            self._loaded.close()
-            self._loaded = None
-
-
-def _nothing() -> None:
-    """Default for callbacks before :meth:`Saving.follow`: there is no run whose ranks could wait for each other."""
+        if self._loaded is not None and self._continues:
+            resume(self._loaded, trainer, self.agreement)
+        self._loaded = None
 
 
 def _apart(value: Any) -> Any:
@@ -260,14 +227,5 @@ _FILE_PLUGINS = (TorchCheckpointIO, AtomicCheckpointIO)
 
 
 def with_atomic_files(checkpoint_io: Any) -> Any:
-    """Returns :class:`AtomicCheckpointIO` for no plugin or Lightning's own, and other plugins unchanged. A plugin that
-    wraps another (``AsyncCheckpointIO``) and was given none gets ours to wrap."""
-    if type(checkpoint_io) in (type(None), TorchCheckpointIO):
-        return AtomicCheckpointIO()
-    if hasattr(checkpoint_io, "checkpoint_io"):
-        checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # Lightning's setter keeps one that is already set
-    return checkpoint_io
-
-
-def _innermost(checkpoint_io: Any) -> Any:
-    return _innermost(checkpoint_io.checkpoint_io) if hasattr(checkpoint_io, "checkpoint_io") else checkpoint_io
+    """Returns :class:`AtomicCheckpointIO` for no plugin or Lightning's own, and other plugins unchanged."""
+    return AtomicCheckpointIO() if type(checkpoint_io) in (type(None), TorchCheckpointIO) else checkpoint_io

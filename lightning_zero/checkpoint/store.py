@@ -6,10 +6,8 @@ before the next collective, which would otherwise wait for the failed rank.
 
 from __future__ import annotations
 
-import atexit
 import copy
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import Callable
@@ -42,39 +40,34 @@ def is_directory(path: str) -> bool:
     return bool(fs.isdir(target))
 
 
-class Loaded:
-    """A checkpoint's content, and the local copy that must stay on the disk while the content is read."""
+def load(path: str, weights_only: bool | None, agreement: Agreement) -> dict[str, Any]:
+    """Returns the content of the checkpoint at ``path``, a file or a local sharded directory (collective).
 
-    def __init__(self, content: dict[str, Any], fetched: Path | None = None) -> None:
-        self.content = content
-        self._fetched = fetched
-
-    def close(self) -> None:
-        """Deletes the local copy of a remote checkpoint. Call it when no rank of this host reads the copy any more."""
-        if self._fetched is not None:
-            shutil.rmtree(self._fetched, ignore_errors=True)
-            self._fetched = None
-
-
-def load(path: str, weights_only: bool | None, agreement: Agreement) -> Loaded:
-    """Loads the checkpoint at ``path``, a file or a sharded directory (collective).
-
-    Every rank memory-maps a local file, or reads a local directory lazily. A remote checkpoint is copied once to each
-    host.
+    Every rank memory-maps a file, or reads a directory lazily. A remote file is copied once to each host, and the copy
+    is deleted when all ranks have mapped it: its content lasts as long as they use it.
 
     Raises:
         FileNotFoundError: On every rank, if there is nothing at ``path``.
-        CheckpointError: On every rank, if any rank finds the checkpoint incomplete, damaged or foreign.
+        CheckpointError: On every rank, if any rank finds the checkpoint incomplete, damaged or foreign, or if it is a
+            remote folder.
     """
     fs, target = together(agreement, lambda: fsspec.core.url_to_fs(path))
     if isinstance(fs, LocalFileSystem):
-        return Loaded(together(agreement, lambda: _read(target, weights_only)))
-    fetched = _fetch(path, agreement)
-    try:
-        return Loaded(together(agreement, lambda: _read(str(fetched / "checkpoint"), weights_only)), fetched)
-    except BaseException:
-        shutil.rmtree(fetched, ignore_errors=True)
-        raise
+        return together(agreement, lambda: _read(target, weights_only))
+    hosts = agreement.gather(socket.gethostname())
+    first = hosts.index(hosts[agreement.rank])
+    with tempfile.TemporaryDirectory(prefix="lightning_zero-") as folder:
+        copy = os.path.join(agreement.gather(folder)[first], "checkpoint")
+        together(agreement, lambda: _fetch(fs, target, path, copy) if agreement.rank == first else None)
+        return together(agreement, lambda: _read(copy, weights_only))
+
+
+def _fetch(fs: Any, target: str, path: str, copy: str) -> None:
+    if not fs.exists(target):
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    if fs.isdir(target):
+        directory.local_path(path)  # raises
+    fs.get(target, copy)
 
 
 def load_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> dict[str, Any]:
@@ -87,9 +80,7 @@ def load_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> 
         FileNotFoundError: If there is nothing at ``path``.
         CheckpointError: If the checkpoint is incomplete, damaged, foreign, or more than ``weights_only`` admits.
     """
-    loaded = load(os.fspath(path), weights_only, Agreement(alone=True))
-    atexit.register(loaded.close)
-    return loaded.content
+    return load(os.fspath(path), weights_only, Agreement(alone=True))
 
 
 def _read(path: str, weights_only: bool | None) -> dict[str, Any]:
@@ -103,34 +94,6 @@ def _read(path: str, weights_only: bool | None) -> dict[str, Any]:
             " module.load_state_dict, or use another checkpoint."
         )
     return content
-
-
-def _fetch(path: str, agreement: Agreement) -> Path:
-    """Copies ``path`` to this host, and returns a folder with the copy, named ``checkpoint`` (collective). The first
-    rank of each host makes the copy."""
-    hosts = agreement.gather(socket.gethostname())
-    first = hosts.index(hosts[agreement.rank])
-
-    def fetch() -> str:
-        if agreement.rank != first:
-            return ""
-        fs, target = fsspec.core.url_to_fs(path)
-        if not fs.exists(target):
-            raise FileNotFoundError(f"Checkpoint file not found: {path}")
-        folder = tempfile.mkdtemp(prefix="lightning_zero-")
-        fs.get(target, os.path.join(folder, "checkpoint"), recursive=bool(fs.isdir(target)))
-        return folder
-
-    return Path(agreement.gather(together(agreement, fetch))[first])
-
-
-def remove(path: str) -> bool:
-    """Deletes the sharded directory at ``path``. Returns ``False``, and deletes nothing, if it is anything else."""
-    fs, target = fsspec.core.url_to_fs(path)
-    if isinstance(fs, LocalFileSystem) and os.path.isdir(target) and not os.path.islink(target):
-        directory.remove(Path(target))
-        return True
-    return False
 
 
 class BackgroundSaver:
@@ -154,7 +117,8 @@ class BackgroundSaver:
         """
         together(self._agreement, self.wait)
         # Not in the thread: when this call returns, Lightning may link to the folder or check that it exists.
-        together(self._agreement, lambda: directory.prepare(path) if self._agreement.rank == 0 else None)
+        target = directory.local_path(path)
+        together(self._agreement, lambda: directory.prepare(target) if self._agreement.rank == 0 else None)
         staged = together(self._agreement, lambda: _copied(checkpoint))
         self._pending.append(self._thread.submit(directory.write, staged, path, self._agreement))
 

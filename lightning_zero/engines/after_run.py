@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from enum import Enum, auto
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,31 +22,6 @@ from lightning_zero.engines.optimizer_family import family, states
 from lightning_zero.engines.residency import needs_no_values
 from lightning_zero.engines.torch_functions import tensors_in
 from lightning_zero.private.torch import DisableTorchFunction, DisableTorchFunctionSubclass, set_data
-
-
-class AfterRun(Enum):
-    """State of a module's parameters after its run."""
-
-    WHOLE = auto()
-    """Every rank holds full parameters in host memory."""
-    SHARDED = auto()
-    """Every rank holds its shards; user code that touches a parameter gathers it."""
-
-
-def where_memory_allows(module_bytes: int, num_processes: int, room_bytes: int) -> tuple[AfterRun, str]:
-    """Returns ``WHOLE`` if each of a host's ``num_processes`` can hold the full module in ``room_bytes``, else
-    ``SHARDED``, and a sentence for the user about that.
-
-    ``room_bytes`` must be equal on all ranks, so that all ranks take the same decision.
-    """
-    if module_bytes < room_bytes:
-        return AfterRun.WHOLE, ""
-    return AfterRun.SHARDED, (
-        "after_fit='auto': the module stays sharded, because its full parameters"
-        f" ({module_bytes * num_processes / 2**30:.1f} GiB for the processes of one host) do not fit into"
-        " host memory."
-    )
-
 
 # -- tensors that stay sharded -----------------------------------------------------------------------------------------
 
@@ -136,13 +110,6 @@ def leave_parameter(p: nn.Parameter, value: later.Value, like: Tensor) -> None:
 def has_left_parameters(module: nn.Module) -> bool:
     """Whether an earlier run has left any parameter of ``module`` sharded."""
     return any(isinstance(p, LeftState) for p in module.parameters())
-
-
-def make_parameters_full(module: nn.Module) -> None:
-    """Gathers all parameters of ``module`` that an earlier run has left sharded (collective)."""
-    for p in module.parameters():
-        if isinstance(p, LeftState):
-            p.make_full()
 
 
 def without_memory(like: Tensor, device: torch.device | str = "cpu") -> Tensor:

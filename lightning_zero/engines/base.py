@@ -32,9 +32,7 @@ from lightning_zero.engines.residency import Mode, Residency, Store, budget_byte
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     has_accumulation_hooks,
-    own_parameters,
     translate_transformed,
-    version_of,
 )
 
 CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -94,23 +92,6 @@ def undetached_state_dict(module: nn.Module) -> dict[str, Any]:
     accepted = inspect.signature(module.state_dict).parameters.values()
     knows = any(p.name == "keep_vars" or p.kind is p.VAR_KEYWORD for p in accepted)
     return module.state_dict(keep_vars=True) if knows else module.state_dict()
-
-
-Places = list[tuple[nn.Module, str, Any]]
-"""Triples of a module, an attribute's name and the parameter registered there."""
-
-
-def register(module: nn.Module, instead: Mapping[Any, nn.Parameter]) -> Places:
-    """Replaces parameters of ``module`` by those in ``instead``; returns the places and the previous parameters."""
-    places = [
-        (each, name, p)
-        for each in module.modules()
-        for name, p in dict(own_parameters(each)).items()
-        if p is not None and p in instead
-    ]
-    for each, name, p in places:
-        own_parameters(each)[name] = instead[p]
-    return places
 
 
 class Engine(ABC):
@@ -328,42 +309,6 @@ class Engine(ABC):
 
         with torch.no_grad(), DisableTorchFunction():
             return map_tensors(one, state)
-
-    @contextmanager
-    def full_parameters(self, modify: bool = False) -> Iterator[None]:
-        """Context in which the module holds full plain parameters of its own dtype. With ``modify``, all ranks store
-        rank 0's values at the end."""
-        with torch.no_grad(), DisableTorchFunction():
-            self.reshard()
-            full = self.gathered_parameters()
-            versions = {p: version_of(w) for p, w in full.items()}
-            places = register(self.module, full)
-        try:
-            with self.full_on_module():
-                yield
-        finally:
-            with torch.no_grad(), DisableTorchFunction():
-                for module, name, p in places:
-                    own_parameters(module)[name] = p
-                if modify:
-                    self.store_full(full)
-        if not modify and any(version_of(w) != versions[p] for p, w in full.items()):
-            raise RuntimeError(
-                "full_parameters(module): parameters were written to, and the new values are lost: use"
-                " full_parameters(module, modify=True)."
-            )
-
-    @abstractmethod
-    def gathered_parameters(self) -> dict[Tensor, nn.Parameter]:
-        """Sharded parameters -> full copies of their values (collective)."""
-
-    @abstractmethod
-    def full_on_module(self) -> AbstractContextManager[None]:
-        """Context in which the module holds such copies, so that nothing is gathered for it."""
-
-    @abstractmethod
-    def store_full(self, full: Mapping[Any, Tensor]) -> None:
-        """Broadcasts rank 0's values of ``full`` and of replicated parameters; each rank keeps its shards."""
 
     @abstractmethod
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:

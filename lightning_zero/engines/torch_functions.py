@@ -8,14 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 IN_PLACE_COLLECTIVES: frozenset[Callable[..., Any]] = frozenset(
     (dist.all_reduce, dist.all_reduce_coalesced, dist.broadcast)
 )
-"""Collectives that leave the same values in their argument on every rank of their group."""
-BROADCAST_IS_SEEN: bool = TorchVersion(torch.__version__) >= "2.13"
-"""Whether ``torch.distributed.broadcast`` is a torch function and so can be intercepted; ``all_reduce`` always is."""
+"""Collectives that leave the same values in their argument on every rank of their group. Before torch 2.13,
+``broadcast`` is not a torch function, and raises for a sharded parameter."""
 
 VIEWS = frozenset(
     "view view_as reshape reshape_as flatten unflatten ravel t transpose swapaxes swapdims permute movedim moveaxis"

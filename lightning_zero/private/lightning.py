@@ -34,8 +34,7 @@ LIGHTNING = Library(
     (
         # loops
         Needed(f"{_LOOPS}.loop:_Loop.restarting.fset", takes="self, restarting"),
-        Needed(f"{_LOOPS}.fit_loop:_FitLoop.__init__", stores="_data_source _combined_loader _data_fetcher"),
-        Needed(f"{_LOOPS}.fit_loop:_FitLoop.setup_data", stores="_data_source _combined_loader"),
+        Needed(f"{_LOOPS}.fit_loop:_FitLoop", stores="_data_source _combined_loader _data_fetcher"),
         Needed(f"{_CONNECTORS}.data_connector:_DataLoaderSource.__init__", takes="self, instance, name"),
         Needed(f"{_CONNECTORS}.data_connector:_DataLoaderSource.dataloader", takes="self"),
         Needed(f"{_CONNECTORS}.data_connector:_request_dataloader", takes="data_source", stores="dataloader"),
@@ -47,8 +46,7 @@ LIGHTNING = Library(
         Needed(f"{_CONNECTORS}.signal_connector:_SignalConnector._sigterm_notifier_fn", takes="self, signum, _"),
         Needed(f"{_CONNECTORS}.signal_connector:_SignalConnector._slurm_sigusr_handler_fn", takes="self, signum, _"),
         Needed(f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector.dump_checkpoint", takes="self, weights_only"),
-        Needed("lightning.pytorch:Trainer.__init__", stores="_checkpoint_connector _signal_connector"),
-        Needed("lightning.pytorch:Trainer.save_checkpoint", stores="_checkpoint_connector dump_checkpoint"),
+        Needed("lightning.pytorch:Trainer", stores="_checkpoint_connector dump_checkpoint _signal_connector"),
         # launching
         Needed(
             f"{_LAUNCHERS}.subprocess_script:_SubprocessScriptLauncher.__init__",
@@ -75,12 +73,9 @@ LIGHTNING = Library(
         ),
         Needed(f"{_LAUNCHERS}.multiprocessing:_GlobalStateSnapshot.capture", takes=""),
         Needed("lightning.fabric.utilities.distributed:_set_num_threads_if_needed", takes="num_processes"),
-        Needed("lightning.fabric.plugins.environments:LightningEnvironment.__init__", stores="_main_port"),
-        Needed("lightning.fabric.plugins.environments:LightningEnvironment.main_port.fget", stores="_main_port"),
+        Needed("lightning.fabric.plugins.environments:LightningEnvironment", stores="_main_port"),
         # strategies
-        Needed(f"{_STRATEGIES}:Strategy.__init__", stores="_checkpoint_io _launcher _precision_plugin"),
-        Needed(f"{_STRATEGIES}:Strategy.launcher.fget", stores="_launcher"),
-        Needed(f"{_STRATEGIES}:Strategy._reset_optimizers_and_schedulers", takes="self"),
+        Needed(f"{_STRATEGIES}:Strategy", stores="_checkpoint_io _launcher _precision_plugin"),
         Needed(f"{_STRATEGIES}:ParallelStrategy.__init__", stores="_layer_sync"),
         Needed(f"{_STRATEGIES}:DDPStrategy.__init__", stores="_timeout _start_method _ddp_comm_hook"),
         Needed(f"{_STRATEGIES}:DDPStrategy._configure_launcher", takes="self"),
@@ -90,21 +85,13 @@ LIGHTNING = Library(
         Needed("lightning.pytorch.plugins.precision:Precision._after_closure", takes="self, model, optimizer"),
         Needed("lightning.pytorch.core.optimizer:_MockOptimizer"),
         Needed("lightning.pytorch:LightningModule.__init__", stores="_trainer"),
-        Needed("lightning.fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin.__init__", stores="_device"),
-        Needed("lightning.fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin.device.fget", stores="_device"),
+        Needed("lightning.fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin", stores="_device"),
     ),
 )
 TUNERS_FILES = (".lr_find_", ".scale_batch_size_")
 """Prefixes of the files to which Lightning's tuners save the state before their trial steps. Nothing else marks such a
 file; ``tests/unit/test_private.py`` compares the prefixes with Lightning's sources."""
-TORCHMETRICS = Library(
-    "torchmetrics",
-    ">=1.4,<1.10",
-    (
-        Needed("torchmetrics:Metric.__init__", stores="_device"),
-        Needed("torchmetrics:Metric.device.fget", stores="_device"),
-    ),
-)
+TORCHMETRICS = Library("torchmetrics", ">=1.4,<1.10", (Needed("torchmetrics:Metric", stores="_device"),))
 
 with importing(LIGHTNING):
     from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
@@ -270,12 +257,6 @@ def layer_sync(strategy: Any) -> Any:
     """Returns the plugin that converts BatchNorm to its synchronized kind and back; ``None`` without
     ``sync_batchnorm``."""
     return strategy._layer_sync
-
-
-def forget_optimizers(strategy: Any) -> None:
-    """Drops the optimizers of an earlier run, as DDP does before it makes new ones. Otherwise both would stay in
-    memory."""
-    strategy._reset_optimizers_and_schedulers()
 
 
 def given_checkpoint_io(strategy: Any) -> Any:

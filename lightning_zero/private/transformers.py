@@ -36,8 +36,6 @@ TRANSFORMERS = Library(
         Needed(f"{_LOADING}:WeightConverter.source_patterns"),
         Needed(f"{_LOADING}:WeightConverter.add_tensor", takes="self, target_key, source_key, source_pattern, future"),
         Needed(f"{_LOADING}:WeightConverter.convert", takes="self, layer_name, model, config"),
-        Needed(f"{_LOADING}:MergeModulelist", takes="dim"),
-        Needed(f"{_LOADING}:Concatenate", takes="dim, num_shards_attribute"),
         Needed(
             "transformers.modeling_utils:PreTrainedModel",
             stores="_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected _init_weights",
@@ -98,12 +96,10 @@ def converted(
         else:
             parts.setdefault(name, []).append((pattern, source))
     for first, sources in parts.items():
-        converter = copy.deepcopy(by_pattern[sources[0][0]])
-        convert = partial(_convert, converter, module, first)
-        made = convert(sources, {s: torch.empty(t.shape, dtype=t.dtype, device="meta") for s, t in tensors.items()})
-        stacked = _stacked(converter, sources)
+        convert = partial(_convert, by_pattern[sources[0][0]], module, first, sources)
+        made = convert({s: torch.empty(t.shape, dtype=t.dtype, device="meta") for s, t in tensors.items()})
         for name in [name for name in made if name in known]:
-            read = partial(_rows, convert, sources, stacked, tensors, name)
+            read = partial(_rows, convert, tensors, name)
             done.by_name[name] = lazy(made[name].shape, made[name].dtype, read), [source for _, source in sources]
     return done
 
@@ -129,37 +125,11 @@ def _in_memory(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_meta else tensor.clone()
 
 
-def _stacked(converter: Any, sources: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
-    """Returns, for each row, the sources of that row alone. The list is empty unless ``converter`` stacks along dim 0
-    and its further operations leave rows where they are."""
-    from transformers import core_model_loading as loading
-
-    first, *rest = converter.operations
-    if type(first) is not loading.MergeModulelist or first.dim != 0:
-        return []
-    if any(type(op) is not loading.Concatenate or op.dim < 1 for op in rest):
-        return []
-    by_pattern: dict[str, list[tuple[str, str]]] = {}
-    for pattern, source in sources:
-        by_pattern.setdefault(pattern, []).append((pattern, source))
-    if len({len(each) for each in by_pattern.values()}) > 1:
-        return []
-    return [list(row) for row in zip(*by_pattern.values(), strict=True)]
-
-
 def _rows(
-    convert: Callable[..., dict[str, Tensor]],
-    sources: Sequence[tuple[str, str]],
-    stacked: Sequence[Sequence[tuple[str, str]]],
-    tensors: Mapping[str, Tensor],
-    name: str,
-    start: int,
-    stop: int,
+    convert: Callable[..., dict[str, Tensor]], tensors: Mapping[str, Tensor], name: str, start: int, stop: int
 ) -> Tensor:
     with torch.no_grad():
-        if wanted := [source for row in stacked[start:stop] for source in row]:
-            return convert(wanted, tensors)[name].clone()
-        return convert(sources, tensors)[name][start:stop].clone()
+        return convert(tensors)[name][start:stop].clone()
 
 
 def without_ignored(module: Any, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:

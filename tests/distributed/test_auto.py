@@ -28,13 +28,14 @@ def _fit(settings: Any, module: Any = None) -> tuple[int, list[str], list[float]
     torch.manual_seed(1)
     module = module or Small()
     said: list[str] = []
-    original, auto.rank_zero_info = auto.rank_zero_info, rank_zero_only(said.append)
+    original, strategy.rank_zero_info = strategy.rank_zero_info, rank_zero_only(said.append)
     try:
         trainer = zoo.make_trainer(settings, **OPTIONS)
         trainer.fit(module, DataLoader(account.Tokens(), batch_size=4))
     finally:
-        auto.rank_zero_info = original
-    return trainer.strategy.config.stage, said, [float(p.sum()) for p in module.parameters()]
+        strategy.rank_zero_info = original
+    of_plan = [line for line in said if line.startswith("zero_auto")]
+    return trainer.strategy.config.stage, of_plan, [float(p.sum()) for p in module.parameters()]
 
 
 def _between(below: str, above: str) -> float:

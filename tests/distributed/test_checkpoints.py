@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import io
 import json
@@ -9,7 +10,6 @@ import os
 import pickle
 import resource
 import shutil
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,15 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
-from torch import distributed as dist
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
 import lightning_zero
 from lightning_zero.checkpoint import collected, directory
+from lightning_zero.checkpoint import file as one_file
 from lightning_zero.checkpoint.store import BackgroundSaver
-from lightning_zero.comm.agree import Agreement, shared_agreement
+from lightning_zero.comm.agree import Agreement
 from lightning_zero.errors import CheckpointError
 from tests.helpers import moves
 from tests.helpers.ranks import outcome, run_ranks
@@ -188,18 +187,16 @@ def test_one_file_is_what_ddp_writes(ranks2, tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.first.weight, weights["first.weight"], rtol=0, atol=0)
 
 
-def _fit_edits_short(path: str) -> tuple[bool, list[str]]:
-    """The same, twice: where nothing is free, and as ever; whether both are alike, and what was warned of."""
+def _fit_edits_short(path: str, disk_is_full: bool) -> bool:
+    """The same, twice: where no memory is free, and as ever; whether both are alike."""
     ours = {"stage": 3, "min_unit_numel": 1, "after_fit": "sharded"}  # collected by the save after fit
-    warned = mock.Mock()
-    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    with mock.patch.multiple(collected, available_host_bytes=lambda: 0, warnings=warned):
-        with mock.patch.object(os, "posix_fallocate", full):
+    full = {"side_effect": OSError(errno.ENOSPC, "No space left on device")} if disk_is_full else {}
+    with mock.patch.object(collected, "available_host_bytes", return_value=0):
+        with mock.patch.object(os, "posix_fallocate", **({"wraps": os.posix_fallocate} | full)):
             _fit_edits(ours, f"{path}/short.ckpt")
     _fit_edits(ours, f"{path}/ample.ckpt")
     short, ample = (torch.load(f"{path}/{name}.ckpt", weights_only=True) for name in ("short", "ample"))
-    alike = all(map(torch.equal, _tensors(short), _tensors(ample)))
-    return alike, [call.args[0] for call in warned.warn.call_args_list]
+    return all(map(torch.equal, _tensors(short), _tensors(ample)))
 
 
 def _tensors(checkpoint: dict[str, Any]) -> list[Tensor]:
@@ -207,13 +204,9 @@ def _tensors(checkpoint: dict[str, Any]) -> list[Tensor]:
     return [*checkpoint["state_dict"].values(), *(t for state in states for t in state.values())]
 
 
-def test_a_file_collected_beyond_memory_is_the_same(ranks2, tmp_path: Path) -> None:
-    """A disk that has no room either costs a warning."""
-    (alike, said), (also, nothing) = ranks2(_fit_edits_short, str(tmp_path))
-    assert alike
-    assert also
-    assert not nothing
-    assert ["has no room for the rest (No space left on device)" in text for text in said] == [True]
+@pytest.mark.parametrize("disk_is_full", [False, True])
+def test_a_file_collected_beyond_memory_is_the_same(disk_is_full: bool, ranks2, tmp_path: Path) -> None:
+    assert all(ranks2(_fit_edits_short, str(tmp_path), disk_is_full))
     assert {each.name for each in tmp_path.iterdir()} == {"short.ckpt", "ample.ckpt"}
 
 
@@ -225,34 +218,20 @@ def test_edits_survive_a_resume(ranks2, tmp_path: Path) -> None:
     assert os.path.isdir(path)
 
 
-def _save_weights(path: str) -> dict[str, Tensor]:
+def _save_weights(path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     torch.manual_seed(1)
     module = moves.Features()
     trainer = make_trainer({"stage": 3, "min_unit_numel": 1, "checkpoint": "sharded"}, max_steps=3)
     trainer.fit(module, moves.loader("epoch end", 2))
     trainer.save_checkpoint(path, weights_only=True)
-    return {k: v.detach().clone() for k, v in module.state_dict().items()}
+    fresh = moves.Features()
+    fresh.load_state_dict(lightning_zero.load_checkpoint(path)["state_dict"])
+    return module.state_dict(), fresh.state_dict()
 
 
-def _use_weights(path: str) -> tuple[str, dict[str, Tensor], list[int]]:
-    module = moves.Features()
-    with pytest.raises(KeyError) as resuming:  # as under DDP
-        make_trainer({"stage": 2}, max_steps=5).fit(module, moves.loader("epoch end", 2), ckpt_path=path)
-    module = moves.Features()
-    trainer = make_trainer({"stage": 3, "min_unit_numel": 1}, max_steps=2)
-    module.load_state_dict(lightning_zero.load_checkpoint(path)["state_dict"])
-    weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
-    trainer.fit(module, moves.loader("epoch end", 2))
-    return str(resuming.value), weights, [trainer.global_step, len(module.losses)]
-
-
-def test_weights_alone_start_a_fresh_fit_and_resuming_from_them_says_so(ranks2, tmp_path: Path) -> None:
-    path = str(tmp_path / "x.ckpt")
-    saved = ranks2(_save_weights, path)[0]
-    for said, weights, steps in ranks2(_use_weights, path):
-        assert "save_weights_only" in said
-        assert all(torch.equal(weights[k], saved[k]) for k in saved)
-        assert steps == [2, 2]
+def test_a_folder_of_weights_alone_is_read_outside_of_a_run(ranks2, tmp_path: Path) -> None:
+    for saved, read in ranks2(_save_weights, str(tmp_path / "x.ckpt")):
+        assert all(torch.equal(read[k], saved[k]) for k in saved)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -269,31 +248,20 @@ def _resume(path: str) -> list[float]:
     return moves.run("zero3", "file", "features", "epoch end", 4, None, None, path).losses
 
 
-def _damage_file(path: Path, how: str) -> None:
-    if how == "truncated":
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    elif how == "other archive":
-        torch.save({"weights": torch.zeros(3)}, path)
-    elif how == "list":
-        torch.save([1, 2], path)
-    elif how == "missing":
-        path.unlink()
-
-
 DAMAGED_FILES = {
-    "truncated": "is truncated, damaged or not a torch checkpoint",
-    "other archive": "has no 'state_dict'",
-    "list": "holds a list",
-    "missing": "Checkpoint file not found",
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size // 2), "is truncated, damaged or not a torch"),
+    "other archive": (lambda path: torch.save({"weights": torch.zeros(3)}, path), "has no 'state_dict'"),
+    "list": (lambda path: torch.save([1, 2], path), "holds a list"),
+    "missing": (Path.unlink, "Checkpoint file not found"),
 }
+"""Damage to a file -> how it is done, and the error."""
 
 
 def test_a_bad_file_is_an_error_that_names_it_on_every_rank(ranks2, tmp_path: Path) -> None:
     full = tmp_path / "whole.ckpt"
     ranks2(_save, "file", str(full))
-    for how in DAMAGED_FILES:
-        _damage_file(Path(shutil.copy(full, tmp_path / f"{how}.ckpt")), how)
-    for how, said in DAMAGED_FILES.items():
+    for how, (damage, said) in DAMAGED_FILES.items():
+        damage(Path(shutil.copy(full, tmp_path / f"{how}.ckpt")))
         for text in ranks2(_said, _resume, str(tmp_path / f"{how}.ckpt")):
             assert said in text
             assert f"{how}.ckpt" in text
@@ -306,44 +274,36 @@ def _said(fn: Any, *args: Any) -> str:
     return str(error.value)
 
 
-def _damage_folder(path: Path, how: str) -> None:
-    (data,) = path.glob("data-*")
-    shards = sorted(data.glob("*.distcp"))
-    if how == "no marker":
-        (path / "checkpoint.json").unlink()
-    elif how == "later format":
-        (path / "checkpoint.json").write_text('{"format": 99, "data": "data-0"}')
-    elif how == "earlier format":
-        (path / "checkpoint.json").write_text('{"format": 1, "data": "data-0"}')
-    elif how == "no shard":
-        shards[1].unlink()
-    elif how == "short shard":
-        shards[1].write_bytes(shards[1].read_bytes()[:-100])
-    elif how == "no rest":
-        (data / "rest.pt").unlink()
-    elif how == "foreign":
-        shutil.rmtree(path)
-        path.mkdir()
-        (path / "readme.txt").write_text("nothing here")
+def _become_foreign(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+    (path / "readme.txt").write_text("nothing here")
+
+
+def _only(path: Path, pattern: str) -> Path:
+    (found,) = path.glob(pattern)
+    return found
 
 
 DAMAGED_FOLDERS = {
-    "no marker": "checkpoint.json is missing, so its saving was interrupted",
-    "later format": "has format 99",
-    "earlier format": "convert it into one file with the version that wrote it",
-    "no shard": "__1_0.distcp is missing",
-    "short shard": "__1_0.distcp is truncated",
-    "no rest": "rest.pt is missing",
-    "foreign": "it is not a sharded checkpoint of lightning_zero",
+    "no marker": (lambda path: (path / "checkpoint.json").unlink(), "is missing, so its saving was interrupted"),
+    "later format": (
+        lambda path: (path / "checkpoint.json").write_text('{"format": 99, "data": "data-0"}'),
+        "has format 99",
+    ),
+    "no shard": (lambda path: _only(path, "*/__1_0.distcp").unlink(), "__1_0.distcp is missing"),
+    "short shard": (lambda path: os.truncate(_only(path, "*/__1_0.distcp"), 100), "__1_0.distcp is truncated"),
+    "no rest": (lambda path: _only(path, "*/rest.pt").unlink(), "rest.pt is missing"),
+    "foreign": (_become_foreign, "it is not a sharded checkpoint of lightning_zero"),
 }
+"""Damage to a folder -> how it is done, and the error."""
 
 
 def test_a_bad_folder_is_an_error_that_names_what_is_missing(ranks2, tmp_path: Path) -> None:
     full = tmp_path / "whole.ckpt"
     ranks2(_save, "sharded", str(full))
-    for how in DAMAGED_FOLDERS:
-        _damage_folder(shutil.copytree(full, tmp_path / f"{how}.ckpt"), how)
-    for how, said in DAMAGED_FOLDERS.items():
+    for how, (damage, said) in DAMAGED_FOLDERS.items():
+        damage(shutil.copytree(full, tmp_path / f"{how}.ckpt"))
         for text in ranks2(_said, _resume, str(tmp_path / f"{how}.ckpt")):
             assert said in text
             assert f"{how}.ckpt" in text
@@ -430,30 +390,6 @@ def test_a_full_disk_is_an_error_on_every_rank_and_training_goes_on(form: str, r
     assert [p.name for p in tmp_path.iterdir()] == ["x.ckpt"]  # and nothing else is left
 
 
-def _full_on_rank_1(folder: str) -> tuple[str, str]:
-    """What a save of some hundred kB says, where one rank's files must stay small."""
-    dist.init_process_group("gloo")
-    agreement = shared_agreement(60)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    tensor = distribute_tensor(torch.randn(200, 300), mesh, [Shard(0)])
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    if agreement.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))  # in the midst of torch's archive
-    try:
-        return outcome(directory.write, {"state_dict": {"w": tensor}}, f"{folder}/x.ckpt", agreement)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_full_disk_of_one_rank_is_named_with_its_repair_on_all(ranks2, tmp_path: Path) -> None:
-    (first, there), (second, here) = ranks2(_full_on_rank_1, str(tmp_path))
-    assert first == second == "CheckpointError"
-    assert "could not be written" in here
-    assert "Its earlier content is untouched" in here
-    assert there == f"on rank 1: {here}"
-
-
 def test_what_was_there_stays_until_the_new_one_is_whole_in_the_background(tmp_path: Path) -> None:
     """A save that fails must not be followed by the deletion of the one before it."""
     saver = BackgroundSaver(Agreement(alone=True))
@@ -491,59 +427,17 @@ def test_a_save_in_the_background_takes_no_stream(tmp_path: Path) -> None:
     assert not current_stream.called
 
 
-def _killed(path: Path, when: str) -> int:
-    """A process that is ended while it saves (``within``), just ``before`` the save is complete, or that hangs there
-    (``live``); its number, when it has come so far."""
-    there, here = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(here)
-        assert os.read(there, 1) == b"x"
-        os.close(there)
-        if when != "live":
-            os.waitpid(pid, 0)
-        return pid
-
-    def end(*unused: Any) -> None:
-        os.write(here, b"x")
-        if when == "live":
-            signal.pause()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(directory, "commit" if when == "before" else "write_tensors", end)
-    try:
-        directory.write({"state_dict": {"w": torch.ones(2000, 3)}}, str(path), Agreement(alone=True))
-    finally:
-        os._exit(1)
-
-
-def _saves_after_killed_ones(folder: str) -> None:
-    root = Path(folder)
-    for name, when in (("a.ckpt", "within"), ("b.ckpt", "before"), ("new.ckpt", "within")):
-        _killed(root / name, when)
-        assert list((root / name).glob("data-*.partial"))
-    (root / "foreign.ckpt" / "data-0").mkdir(parents=True)
-    live = _killed(root / "live.ckpt", "live")
+def test_the_next_save_of_a_name_replaces_what_a_killed_one_has_left(tmp_path: Path) -> None:
     content = {"state_dict": {"w": torch.ones(2000, 3)}, "epoch": 1}
-    try:
-        directory.write(content, str(root / "new.ckpt"), Agreement(alone=True))
-        assert {p.name for p in root.iterdir()} == {"foreign.ckpt", "live.ckpt", "new.ckpt"}
-        assert len(list((root / "new.ckpt").iterdir())) == 2  # the marker and one folder
-        assert not list(root.glob("new.ckpt/*.partial"))
-        assert directory.read(root / "new.ckpt", None)["epoch"] == 1
-        directory.write(content, str(root / "live.ckpt"), Agreement(alone=True))
-        assert len(list((root / "live.ckpt").glob("data-*"))) == 2
-    finally:
-        os.kill(live, signal.SIGKILL)
-        os.waitpid(live, 0)
-    directory.write(content, str(root / "new.ckpt"), Agreement(alone=True))
-    assert len(list((root / "live.ckpt").glob("data-*"))) == 1
-    assert directory.read(root / "live.ckpt", None)["epoch"] == 1
-
-
-def test_the_next_save_removes_what_killed_ones_have_left(ranks1, tmp_path: Path) -> None:
-    """Of dead runs only, beside it and in its own folder; a folder that lives, or that names no process, stays."""
-    ranks1(_saves_after_killed_ones, str(tmp_path))
+    (tmp_path / ".file.ckpt.partial").write_bytes(b"half")
+    (tmp_path / "folder.ckpt" / "data-.partial").mkdir(parents=True)
+    (tmp_path / "folder.ckpt" / "data-.partial" / "__7_0.distcp").write_bytes(b"half")
+    one_file.write(content, str(tmp_path / "file.ckpt"))
+    directory.write(content, str(tmp_path / "folder.ckpt"), Agreement(alone=True))
+    assert one_file.read(str(tmp_path / "file.ckpt"), None)["epoch"] == 1
+    assert directory.read(tmp_path / "folder.ckpt", None)["epoch"] == 1
+    assert {p.name for p in tmp_path.iterdir()} == {"file.ckpt", "folder.ckpt"}
+    assert not list(tmp_path.rglob("*partial*")) + list(tmp_path.rglob("__7_0.distcp"))
 
 
 def _save_where_each_rank_says(folder: str) -> list[str]:
@@ -630,19 +524,30 @@ def test_model_checkpoint_keeps_links_and_deletes(ranks2, tmp_path: Path) -> Non
     assert (folder / "step=10.ckpt").is_dir()
 
 
-def _remote(form: str) -> tuple[list[float], list[float]]:
-    path = f"memory://bucket/runs/{form}.ckpt"
-    straight = moves.run("zero3", form, "features", "mid-epoch", 14, 10, path)
-    resumed = moves.run("zero3", form, "features", "mid-epoch", 14, None, None, path)
+def _remote() -> tuple[list[float], list[float]]:
+    path = "memory://bucket/runs/x.ckpt"
+    straight = moves.run("zero3", "file", "features", "mid-epoch", 14, 10, path)
+    resumed = moves.run("zero3", "file", "features", "mid-epoch", 14, None, None, path)
     return straight.losses[10:], resumed.losses
 
 
 def test_an_fsspec_url_serves_as_path(ranks1) -> None:
     """``memory://`` lives in one process."""
-    for form in ("file", "sharded"):
-        ((straight, resumed),) = ranks1(_remote, form)
-        assert len(resumed) == 4
-        assert resumed == straight
+    ((straight, resumed),) = ranks1(_remote)
+    assert len(resumed) == 4
+    assert resumed == straight
+
+
+def _sharded_at_url() -> None:
+    callback = ModelCheckpoint(dirpath="memory://bucket/runs", save_last=True)
+    moves.run("zero3", "sharded", "features", "epoch end", 2, callbacks=[callback], enable_checkpointing=True)
+
+
+def test_a_folder_at_an_url_is_refused_before_training(ranks2) -> None:
+    for kind, text in ranks2(outcome, _sharded_at_url):
+        assert kind == "CheckpointError"
+        assert "memory://bucket/runs is not local" in text
+        assert "checkpoint='file'" in text
 
 
 class Counting(TorchCheckpointIO):
@@ -678,7 +583,7 @@ def test_a_checkpoint_io_plugin_is_honoured(ranks2, tmp_path: Path) -> None:
     assert [len(r[2]) for r in results] == [2, 2]
 
 
-def _synced(path: str, form: str, plugins: list[Any]) -> set[str]:
+def _synced(path: str, form: str) -> set[str]:
     """Files and folders that this rank has had the system write to the disk, by their names from the folder of ``path``
     on."""
     fsync, found = os.fsync, set()
@@ -690,7 +595,7 @@ def _synced(path: str, form: str, plugins: list[Any]) -> set[str]:
     os.fsync = noting
     try:
         settings = {"stage": 3, "min_unit_numel": 1, "checkpoint": form}
-        trainer = make_trainer(settings, max_steps=1, plugins=[plugin() for plugin in plugins])
+        trainer = make_trainer(settings, max_steps=1)
         trainer.fit(moves.Features(), moves.loader("epoch end", 1))
         trainer.save_checkpoint(path)
         trainer.strategy.teardown()  # waits for what is under way
@@ -700,10 +605,10 @@ def _synced(path: str, form: str, plugins: list[Any]) -> set[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-@pytest.mark.parametrize(("form", "plugins"), [("file", []), ("file", [AsyncCheckpointIO]), ("sharded-async", [])])
-def test_every_save_ends_on_the_disk(form: str, plugins: list[Any], ranks2, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["file", "sharded-async"])
+def test_every_save_ends_on_the_disk(form: str, ranks2, tmp_path: Path) -> None:
     """Or a power failure could leave a name without content."""
-    first, second = ranks2(_synced, str(tmp_path / "x.ckpt"), form, plugins)
+    first, second = ranks2(_synced, str(tmp_path / "x.ckpt"), form)
     assert (tmp_path / "x.ckpt").exists()
     assert "." in first  # the rename
     if form == "file":
@@ -729,57 +634,16 @@ def _callback_reads() -> bool:
     class Reads(L.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *unused: Any) -> None:
             state = trainer.strategy.lightning_module_state_dict()
-            with trainer.strategy.full_parameters(module):
-                plain = [type(p) is nn.Parameter for p in module.parameters()]
-                same = [torch.equal(state[k], v.cpu()) for k, v in module.state_dict().items()]
-                out = module.blocks[0](torch.ones(2, moves.WIDTH))  # an exporter runs the module
-            again = [
-                torch.equal(state[k], v)
-                for k, v in trainer.strategy.lightning_module_state_dict().items()
-                if "calls" not in k
-            ]
-            right.append(all(plain) and all(same) and all(again) and bool(out.isfinite().all()))
+            right.append(all(torch.equal(state[k], v.cpu()) for k, v in module.state_dict().items()))
+            out = copy.deepcopy(module).blocks[0](torch.ones(2, moves.WIDTH))  # an exporter runs the module
+            right.append(bool(out.isfinite().all()))
 
     run = moves.run("zero3", "file", "features", "epoch end", 4, callbacks=[Reads(), moves._StopAt(4)])
-    return len(right) == 4 and all(right) and len(run.losses) == 4
+    return len(right) == 8 and all(right) and len(run.losses) == 4
 
 
 def test_callbacks_read_whole_state_on_every_rank(ranks2) -> None:
     assert ranks2(_callback_reads) == [True, True]
-
-
-def _modifies(strategy: Any) -> tuple[dict[str, Tensor], str]:
-    said = []
-
-    class Modifies(L.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *unused: Any) -> None:
-            if trainer.global_step != 2:
-                return
-            if strategy == "ddp":
-                with torch.no_grad():
-                    module.last.weight.mul_(0.5)
-                return
-            with trainer.strategy.full_parameters(module, modify=True), torch.no_grad():
-                # rank 0's values become everybody's
-                module.last.weight.mul_(0.5 if trainer.is_global_zero else 7.0)
-            try:
-                with trainer.strategy.full_parameters(module), torch.no_grad():
-                    module.last.weight.mul_(3.0)
-            except RuntimeError as error:
-                said.append(str(error))
-
-    torch.manual_seed(9)
-    module = moves.Features()
-    make_trainer(strategy, max_steps=4, callbacks=[Modifies()]).fit(module, moves.loader("epoch end", 2))
-    return {k: v.detach().clone() for k, v in module.state_dict().items()}, "".join(said)
-
-
-def test_full_parameters_can_be_modified_and_writing_without_leave_raises(ranks2) -> None:
-    expected = ranks2(_modifies, "ddp")[0][0]
-    for weights, said in ranks2(_modifies, {"stage": 3, "min_unit_numel": 1}):
-        assert "use full_parameters(module, modify=True)" in said
-        for name, weight in expected.items():
-            torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)  # order of summation
 
 
 def _different_calls() -> str:

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 
 from tests.distributed import test_loops as loops
 from tests.helpers import moves, zoo
-from tests.helpers.zoo import Zoo, make_trainer
+from tests.helpers.zoo import make_trainer
 
 pytest.importorskip("deepspeed")
 
@@ -82,69 +81,6 @@ def test_afterwards_the_module_is_ordinary_on_every_rank(ranks2) -> None:
         assert result.keys() == expected.keys()
         assert loops._close(result["weights"], expected["weights"])
         assert [key for key, value in result.items() if value is False] == []
-
-
-def _full_for_a_while() -> dict[str, Any]:
-    """One rank alone runs the module inside ``full_parameters``; what rank 0 writes with ``modify`` counts."""
-    seen: dict[str, Any] = {}
-
-    class Looks(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx != 1:
-                return
-            with trainer.strategy.full_parameters(module):
-                if trainer.global_rank == 1:
-                    seen["alone"] = module(torch.ones(2, zoo.WIDTH)).detach()
-            with trainer.strategy.full_parameters(module, modify=True), torch.no_grad():
-                if trainer.is_global_zero:
-                    module.net.head.weight.zero_()
-            seen["read"] = module.net.head.weight.detach().abs().sum().item()
-
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 2:
-                seen["next"] = module(torch.ones(2, zoo.WIDTH)).detach()
-
-    torch.manual_seed(4)
-    module = Zoo()
-    make_trainer(_strategy(3), max_epochs=1, callbacks=[Looks()], limit_val_batches=0).fit(module, loops._loader())
-    return seen
-
-
-def test_parameters_are_whole_for_a_while(ranks2) -> None:
-    first, second = ranks2(_full_for_a_while)
-    assert second["alone"].abs().sum() > 0
-    assert first["read"] == second["read"] == 0.0
-    for seen in (first, second):  # a head of zeros gives its bias
-        assert torch.equal(seen["next"][0], seen["next"][1])
-
-
-class _OwnBackward(torch.autograd.Function):
-    """Looks at a parameter as torchdiffeq's ``odeint_adjoint`` does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        ctx.p = p
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0] + torch.as_strided(ctx.p, (), ()), None
-
-
-class LooksInItsBackward(Zoo):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net.head(_OwnBackward.apply(self.net.stem(x), self.net.blocks[0].up.weight))
-
-
-def _notes_of_own_backward() -> list[str]:
-    with pytest.raises(RuntimeError, match="storage of size 0") as caught:
-        make_trainer(_strategy(3), max_epochs=1).fit(LooksInItsBackward(), loops._loader())
-    return caught.value.__notes__
-
-
-def test_a_parameter_read_in_an_own_backward_is_an_error_that_says_what_to_do(ranks2) -> None:
-    for notes in ranks2(_notes_of_own_backward):
-        assert any("odeint_adjoint" in note and "use stage=2 or engine='fsdp2'" in note for note in notes)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------

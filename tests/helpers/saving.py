@@ -87,7 +87,8 @@ class _Measures(L.Callback):
         trainer.strategy.barrier()
         with Peak() as peak:
             trainer.save_checkpoint(self.path)
-            trainer.strategy._saving.wait()
+            if trainer.strategy._saving._background is not None:
+                trainer.strategy._saving._background.wait()
         self.saving = peak.extra_mib
 
 

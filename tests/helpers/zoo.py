@@ -1344,9 +1344,9 @@ def make_strategy(settings: Any) -> Any:
         return settings
     if not isinstance(settings, dict):
         return settings
-    from lightning_zero import ZeroConfig, auto
+    from lightning_zero import ZeroStrategy
 
-    return auto.make_strategy(ZeroConfig.from_kwargs(**settings))
+    return ZeroStrategy(**settings)
 
 
 def make_trainer(strategy: Any, **options: Any) -> L.Trainer:

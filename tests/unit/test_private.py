@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_zero.engines.fsdp2 import private as fsdp2
-from lightning_zero.private import lightning, transformers
+from lightning_zero.private import lightning
 from lightning_zero.private import torch as private
 
 
@@ -103,33 +102,3 @@ def test_deepspeed_takes_the_accelerator_of_the_run() -> None:
                 assert get_accelerator().communication_backend_name() == {"cpu": "gloo", "cuda": "nccl"}[kind]
         finally:
             deepspeed.use_accelerator(torch.device("cpu"))
-
-
-def test_rows_of_stacked_experts_read_no_others() -> None:
-    """Otherwise each rank reads all experts, to keep its own."""
-    pytest.importorskip("transformers.core_model_loading")
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    from lightning_zero.checkpoint.lazy import LazyTensor
-
-    sizes = {"hidden_size": 4, "intermediate_size": 6, "num_attention_heads": 2, "num_key_value_heads": 2}
-    with torch.device("meta"):
-        model = MixtralForCausalLM(MixtralConfig(vocab_size=5, num_hidden_layers=1, num_local_experts=12, **sizes))
-    read: list[tuple[int, str]] = []
-
-    def file(i: int, w: str) -> LazyTensor:
-        def rows(start: int, stop: int) -> torch.Tensor:
-            read.append((i, w))
-            return torch.full((stop - start, 4 if w != "w2" else 6), float(i))
-
-        return LazyTensor((6, 4) if w != "w2" else (4, 6), torch.float32, rows)
-
-    mlp = "model.layers.0.block_sparse_moe"
-    files: Any = {f"{mlp}.experts.{i}.{w}.weight": file(i, w) for i in range(12) for w in ("w1", "w2", "w3")}
-    found = transformers.converted(model, files, dict(model.named_parameters()), LazyTensor)
-    assert found is not None
-    for part, weights in (("gate_up_proj", ["w1", "w3"]), ("down_proj", ["w2"])):
-        (tensor,) = [tensor for name, (tensor, _) in found.by_name.items() if part in name]
-        read.clear()
-        assert tensor[9:11].clone().mean((1, 2)).tolist() == [9.0, 10.0]
-        assert sorted(read) == [(i, w) for i in (9, 10) for w in weights]

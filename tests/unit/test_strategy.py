@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torchmetrics import MeanMetric
 
@@ -25,30 +23,10 @@ def _on_cuda(**settings: Any) -> ZeroStrategy:
     )
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_offload_needs_a_backend_for_host_memory(engine: str) -> None:
-    """Norms of gradients and masters that lie in host memory are joined there."""
-    if engine == "deepspeed":
-        pytest.importorskip("deepspeed")
-    strategy = _on_cuda(engine=engine, offload="cpu", process_group_backend="gloo")
-    assert strategy._get_process_group_backend() == "gloo"
-    if "nccl" in dist.Backend.backend_list:
-        strategy = _on_cuda(engine=engine, offload="cpu", process_group_backend="nccl")
-        with pytest.raises(ValueError, match=r"process_group_backend='nccl' with offload='cpu'.*cpu:gloo,cuda:nccl"):
-            strategy._get_process_group_backend()
-    if engine == "deepspeed":
-        only_parameters = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
-        strategy = _on_cuda(engine=engine, deepspeed_config=only_parameters, process_group_backend="nccl")
-        assert strategy._get_process_group_backend() == "nccl"
-
-
-def test_offload_refuses_a_group_without_a_backend_for_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's own strategies open such a group with NCCL; a later run in this process takes it over."""
-    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: None)
-    monkeypatch.setattr(ZeroStrategy, "world_size", 2)
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
-    with pytest.raises(ValueError, match=r"offload='cpu'.*cuda:nccl.*process_group_backend='cpu:gloo,cuda:nccl'"):
-        _on_cuda(offload="cpu").setup_environment()
+def test_a_group_has_a_backend_for_host_memory() -> None:
+    """Norms of gradients and masters that lie in host memory are reduced there."""
+    for given, backend in ((None, "cpu:gloo,cuda:nccl"), ("ucc", "cpu:gloo,cuda:ucc"), ("cuda:nccl", "cuda:nccl")):
+        assert _on_cuda(process_group_backend=given)._get_process_group_backend() == backend
 
 
 @pytest.mark.parametrize("engine", ENGINES)

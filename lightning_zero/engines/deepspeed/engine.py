@@ -30,7 +30,7 @@ scaling are off.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -211,12 +211,11 @@ class DeepSpeedEngine(Engine):
 
     def _rests(self) -> bool:
         """Whether DeepSpeed's module hooks do nothing: between steps parameters are gathered when touched."""
-        return self._under_way.is_between() or Phase.FULL in self._under_way
+        return self._under_way.is_between()
 
     def _before_module(self, module: nn.Module) -> None:
-        if Phase.FULL not in self._under_way:
-            refuse_tracing()
-            refuse_transforms("stage 3 of engine='deepspeed'", "stage=2, engine='fsdp2'")
+        refuse_tracing()
+        refuse_transforms("stage 3 of engine='deepspeed'", "stage=2, engine='fsdp2'")
         self._order.gathers(module)
 
     def _plain(self, p: Tensor) -> Tensor:
@@ -368,20 +367,6 @@ class DeepSpeedEngine(Engine):
 
     def in_shards(self, state: dict[str, Any]) -> dict[str, Any]:
         return self._full.optimizer_state(state)
-
-    def gathered_parameters(self) -> dict[Tensor, nn.Parameter]:
-        self.end_window(self.hooks.anywhere)
-        self._store_parameters()
-        return {p: nn.Parameter(private.gathered_copy(p), p.requires_grad) for p in self._params.held}
-
-    def full_on_module(self) -> AbstractContextManager[None]:
-        return self._under_way.during(Phase.FULL)
-
-    def store_full(self, full: Mapping[Any, Tensor]) -> None:
-        broadcast_coalesced([*full.values(), *self._params.replicated])
-        with torch.no_grad(), DisableTorchFunction():
-            for p, w in full.items():
-                self._store.put(p, w.detach())
 
     # -- the end -------------------------------------------------------------------------------------------------
 

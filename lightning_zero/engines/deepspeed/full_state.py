@@ -73,7 +73,7 @@ class FullState:
                 if isinstance(value, LeftState):
                     entry[key] = self.rows(full_value(value.shard))
 
-    # -- full parameters -----------------------------------------------------------------------------------------
+    # -- after the run -------------------------------------------------------------------------------------------
 
     def leave_parameters(self, failed: bool) -> None:
         """Leaves this rank's rows of stage-3 parameters, on the CPU (collective). After a run that ``failed`` other

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_zero.comm.agree import IN_STEP, Agreement
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.parameters import Parameters
-from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
+from lightning_zero.engines.deepspeed.phase import UnderWay
 
 _A_BUCKET = "a bucket of gradients"
 _BUCKETS_DIFFER = (
@@ -55,7 +55,7 @@ class Order:
         """Records that ``unit``, a module or a parameter, is gathered next (collective on CPUs).
 
         ``None`` follows the last unit of a forward."""
-        if self._is_followed and not (self._under_way.is_between() or Phase.FULL in self._under_way):
+        if self._is_followed and not self._under_way.is_between():
             self._next(self._names.get(id(unit), ""))
 
     def _reduces(self, bucket: Sequence[Any]) -> None:

@@ -18,13 +18,11 @@ class Phase(Enum):
     its module's forward and backward."""
     BACKWARD = auto()
     """DeepSpeed and autograd access tensors directly: nothing is gathered or opened for user code."""
-    FULL = auto()
-    """Full copies are registered on the module: nothing is opened, gathered, released or agreed on."""
 
 
 class UnderWay(list[Phase]):
-    """The phases that are under way, the outermost first. Phases nest: a user's own backward or ``full_parameters``
-    runs inside a step, and the step continues afterwards. Test for one phase with ``in``; never compare with the
+    """The phases that are under way, the outermost first. Phases nest: a user's own backward runs inside a
+    step, and the step continues afterwards. Test for one phase with ``in``; never compare with the
     innermost."""
 
     def is_between(self) -> bool:

@@ -94,7 +94,7 @@ class DeepSpeedStore:
 
     @property
     def own(self) -> Mapping[int, Any]:
-        return {} if Phase.FULL in self._under_way else self._own
+        return self._own
 
     # -- keys ----------------------------------------------------------------------------------------------------
 
@@ -199,17 +199,6 @@ class DeepSpeedStore:
                 self._store(p)
                 if key in self._homes:
                     self._leave(key, p)
-
-    def put(self, p: Tensor, value: Tensor) -> None:
-        """Sets ``p`` to ``value``, a full tensor that is the same on all ranks."""
-        key = self._own[id(p)]
-        if self.is_here(key):
-            p.data.copy_(value)
-            self._store(p)
-        else:
-            set_data(p, value)
-            self._store(p)
-            private.empty(p)
 
     def stepped(self, params: Iterable[Tensor]) -> None:
         """Records that an optimizer has changed ``params``; a backward through older graphs raises afterwards."""

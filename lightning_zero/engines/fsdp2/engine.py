@@ -64,9 +64,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zero.comm.agree import broadcast_coalesced
 from lightning_zero.comm.peer_memory import PeerMemory
-from lightning_zero.comm.shards import gathered, local, shard_like, to_host
+from lightning_zero.comm.shards import gathered, local, to_host
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import leave_states
 from lightning_zero.engines.base import Engine, undetached_state_dict
@@ -126,8 +125,6 @@ class Phase(Enum):
     """Inside :meth:`Fsdp2Engine.run`: gathered units stay gathered as long as the plan says."""
     BACKWARD = auto()
     """Units run in autograd's order; their gradients are reduced as they become complete."""
-    FULL = auto()
-    """Parameters are full, in memory of their own: hooks gather nothing."""
     DUMP = auto()
     """``state_dict`` returns the shards themselves, whereas user code would get full tensors."""
 
@@ -300,7 +297,7 @@ class Fsdp2Engine(Engine):
     def _begin(self, phase: Phase) -> None:
         self._phase = phase
         in_step = self.automatic and phase in (Phase.STEP, Phase.BACKWARD)  # the root's hooks have gathered the root
-        self._marks.root_is_full = in_step or phase is Phase.FULL
+        self._marks.root_is_full = in_step
 
     def _before_unit(self, index: int, *unused: Any) -> None:
         if not self._is_in_step():
@@ -513,31 +510,6 @@ class Fsdp2Engine(Engine):
 
     def in_shards(self, state: dict[str, Any]) -> dict[str, Any]:
         return full_state.detached_shards(state, self._identity.shards)
-
-    def gathered_parameters(self) -> dict[Tensor, nn.Parameter]:
-        self.end_window(self.hooks.anywhere)
-        return self._identity.take_full()
-
-    @contextmanager
-    def full_on_module(self) -> Iterator[None]:
-        with self._in(Phase.FULL):
-            yield
-
-    def store_full(self, full: Mapping[Any, Tensor]) -> None:
-        broadcast_coalesced([*full.values(), *self._sharded.replicated])
-        wait_for_host_copies(self.shards_device, self.device)
-        for p, w in full.items():
-            shard = self._identity.shards[p]
-            local(shard).copy_(local(shard_like(w, shard)))
-
-    @contextmanager
-    def full_parameters(self, modify: bool = False) -> Iterator[None]:
-        try:
-            with super().full_parameters(modify):
-                yield
-        finally:
-            self._identity.give_full_back()
-            self._writes.forget()
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zero.comm.shards import gathered, local, shard_like
+from lightning_zero.comm.shards import local, shard_like
 from lightning_zero.engines.after_run import leave_parameter
 from lightning_zero.engines.fsdp2 import private
-from lightning_zero.private.torch import DisableTorchFunction, set_data
+from lightning_zero.private.torch import set_data
 
 
 class Identity:
@@ -34,12 +33,11 @@ class Identity:
 
     def __init__(self, groups: list[private.Group], originals: Mapping[Tensor, nn.Parameter]) -> None:
         self.own: dict[int, private.ShardedParam] = {}
-        """``id`` of each of the user's parameters -> its ``ShardedParam``. Empty while all are full."""
+        """``id`` of each of the user's parameters -> its ``ShardedParam``. Empty after the run."""
         self.shards: dict[Tensor, DTensor] = {}
         """The user's parameters -> their shards."""
         self.group_of: dict[int, private.Group] = {}
         """``id`` of each of the user's parameters -> the group in which it is gathered."""
-        self._memory: list[Tensor] = []
         self._params: list[tuple[nn.Parameter, private.ShardedParam]] = []
         for group in groups:
             for p in group.fsdp_params:
@@ -49,9 +47,6 @@ class Identity:
                 self.shards[original] = p.sharded_param
                 self.group_of[id(original)] = group
             private.keep_registered(group, originals)
-        self._know_all()
-
-    def _know_all(self) -> None:
         self.own.update((id(original), p) for original, p in self._params)
 
     def _take_grad_over(self, original: nn.Parameter, shard: DTensor) -> None:
@@ -59,24 +54,6 @@ class Identity:
         if original.grad is not None:
             shard.grad = shard_like(original.grad.to(local(shard)), shard)
             original.grad = None
-
-    # -- full for a while, or for good ---------------------------------------------------------------------------
-
-    def take_full(self) -> dict[Tensor, nn.Parameter]:
-        """Return the user's parameters, full and in memory of their own until :meth:`give_full_back` (collective)."""
-        self._memory = [original.data for original, _ in self._params]  # the group's memory, allocated or not
-        for original, p in self._params:
-            set_data(original, gathered(p.sharded_param))
-        self.own.clear()
-        return {original: original for original, _ in self._params}
-
-    def give_full_back(self) -> None:
-        """Give the parameters the memory of their group again."""
-        self._know_all()
-        with torch.no_grad(), DisableTorchFunction():
-            for (original, _), memory in zip(self._params, self._memory, strict=True):
-                set_data(original, memory)
-        self._memory.clear()
 
     def release(self, values: Callable[[DTensor], Tensor] | None) -> None:
         """End the run: each parameter takes ``values(shard)`` as its memory. Without ``values`` it stays sharded until

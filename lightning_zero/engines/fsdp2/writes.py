@@ -43,10 +43,6 @@ class Writes:
         """Ignore the writes to ``group`` so far, which have reached its shards."""
         self._versions[self._groups.index(group)] = private.version(group)
 
-    def forget(self) -> None:
-        """Ignore all writes since the versions were last read: none of them was to gathered parameters."""
-        self._versions = [private.version(group) for group in self._groups]
-
     def dropped(self, key: int, group: private.Group) -> None:
         """Store writes to ``group``, which is about to be dropped, and leave memory to views that user code holds."""
         on_host = group.device.type == "cpu"
