@@ -343,11 +343,8 @@ def _ranks_end_with_us() -> Iterator[None]:
     except BaseException:
         end_session("failed")
         raise
-    answer = end_session()
-    if failure := answer.get("failed"):
-        raise RuntimeError(f"The run is done on rank 0, but rank {failure['rank']} {failure['what']}.")
-    if answer.get("late"):
-        raise RuntimeError(f"The run is done on rank 0, but not on {answer['late']}, which had to be killed.")
+    if cause := end_session():
+        raise RuntimeError(f"The run is done on rank 0, but {cause}.")
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ LIGHTNING = Library(
         Needed(f"{_CONNECTORS}.signal_connector:_SignalConnector._slurm_sigusr_handler_fn", takes="self, signum, _"),
         Needed(f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector.dump_checkpoint", takes="self, weights_only"),
         Needed("lightning.pytorch:Trainer.__init__", stores="_checkpoint_connector _signal_connector"),
+        Needed("lightning.pytorch.utilities.exceptions:_TunerExitException"),
         Needed("lightning.pytorch:Trainer.save_checkpoint", stores="_checkpoint_connector dump_checkpoint"),
         # launching
         Needed(
@@ -117,11 +118,15 @@ with importing(LIGHTNING):
     from lightning.pytorch.strategies.launchers.subprocess_script import (
         _SubprocessScriptLauncher as SubprocessScriptLauncher,  # Lightning recognizes a launcher by this class
     )
+    from lightning.pytorch.utilities.exceptions import (
+        _TunerExitException as TunerExit,
+    )  # ends a tuner's run on all ranks
 
 __all__ = [
     "GlobalStateSnapshot",
     "MockOptimizer",
     "SubprocessScriptLauncher",
+    "TunerExit",
     "set_num_threads_if_needed",
     "sync_module_states",
 ]
