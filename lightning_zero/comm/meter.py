@@ -58,7 +58,6 @@ _DIRECT: dict[str, tuple[str, tuple[str, ...], Size]] = {
     "all_gather": ("all_gather", ("output", "shard", "group"), _of("output")),
     "all_gather_each": ("all_gather", ("outputs", "shards", "group"), _of("outputs")),
     "reduce_scatter": ("reduce_scatter", ("output", "full", "group"), _of("full")),
-    "all_reduce": ("all_reduce", ("message", "op", "group"), _of("message")),
 }
 """Our own exchanges between CPU processes."""
 _ALIASES = {"output_tensor": "output", "input_tensor": "input"}
