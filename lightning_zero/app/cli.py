@@ -341,7 +341,7 @@ def _ranks_end_with_us() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        end_session("failed")
+        end_session(failed=True)
         raise
     if cause := end_session():
         raise RuntimeError(f"The run is done on rank 0, but {cause}.")

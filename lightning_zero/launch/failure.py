@@ -4,7 +4,8 @@ After an exception the ranks may be at different places of the program, so no co
 checkpoint is saved, the other ranks are ended, and this script begins no other run. Each rank writes its error and the
 time into a file, from which the :mod:`~lightning_zero.launch.supervisor` learns which rank failed first.
 
-The one exception that ranks raise together is :class:`AgreedInterrupt`: callbacks may save a checkpoint then.
+Two exceptions are raised by all ranks between the same two steps: :class:`AgreedInterrupt`, after which callbacks may
+save a checkpoint, and the exit after a preemption, before which one was saved.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_zero.launch.supervisor import ERROR_FILE, RANK_LOG
+from lightning_zero.launch.supervisor import ERROR_FILE, PREEMPTED_EXIT_CODE, RANK_LOG
 from lightning_zero.private.lightning import set_on_instance
 
 ALONE_SECONDS = 5.0
@@ -36,6 +37,12 @@ class AgreedInterrupt(KeyboardInterrupt):
     """Raised on all ranks between the same two steps, after Ctrl-C on one of them."""
 
 
+def is_agreed(error: BaseException) -> bool:
+    """Returns whether all ranks raise ``error`` between the same two steps."""
+    preempted = isinstance(error, SystemExit) and error.code == PREEMPTED_EXIT_CODE
+    return preempted or isinstance(error, AgreedInterrupt)
+
+
 # -- for the supervisor ------------------------------------------------------------------------------------------------
 
 
@@ -44,7 +51,7 @@ def write(error: BaseException, path: str) -> None:
     frames = traceback.walk_tb(error.__traceback__)
     # Resolved paths: rank 0's script may be called by a path with "..", but other ranks start the one without.
     place = [f"{os.path.realpath(frame.f_code.co_filename)}:{line}" for frame, line in frames]
-    said: dict[str, Any] = {"at": time.time(), "agreed": isinstance(error, AgreedInterrupt)}
+    said: dict[str, Any] = {"at": time.time(), "agreed": is_agreed(error)}
     said |= {"summary": summary(error), "traceback": full(error), "place": [type(error).__qualname__, *place]}
     with suppress(OSError):
         Path(f"{path}.new").write_text(json.dumps(said), encoding="utf-8")

@@ -41,9 +41,7 @@ from lightning_zero.comm.agree import forget_shared
 from lightning_zero.host import allow_open_files, files_of_a_run, interface_to
 from lightning_zero.launch import failure, rendezvous, restart, supervisor
 from lightning_zero.launch.environment import check_world
-from lightning_zero.launch.failure import AgreedInterrupt
 from lightning_zero.launch.session import (
-    GRACE_SECONDS,
     current,
     end_session,
     hydra_output_dir,
@@ -146,15 +144,12 @@ class PopenLauncher(SubprocessScriptLauncher):
     def _end_after(self, error: BaseException, trainer: Any) -> None:
         """Handles ``error``, which a run of several ranks has raised; see :mod:`~lightning_zero.launch.failure`."""
         session = current()
-        if isinstance(error, SystemExit) and error.code == supervisor.PREEMPTED_EXIT_CODE:
-            end_session("preempted")
-            return
         if session is None and self._starts_ranks:
             failure.note(error, "the run did not begin")
             return
         if error_file := session.error_file if session is not None else os.environ.get(failure.ERROR_FILE):
             failure.write(error, error_file)  # first of all: its time says which rank failed first
-        if isinstance(error, AgreedInterrupt):
+        if failure.is_agreed(error):  # the ranks end by themselves
             return
         self._leave_run(error, trainer)
         if session is None:
@@ -162,7 +157,7 @@ class PopenLauncher(SubprocessScriptLauncher):
             failure.note(error, "this rank failed with")
             return
         session.log(failure.full(error))
-        if cause := end_session("interrupted" if isinstance(error, KeyboardInterrupt) else "failed"):
+        if cause := end_session(failed=True):
             failure.note(error, f"rank {session.first_rank} has ended after that", is_effect=True)
             if hasattr(error, "add_note"):
                 error.add_note(f"lightning_zero: {cause} before this.")
@@ -297,7 +292,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
             ) from error
         self.procs = context.processes
         try:
-            while not context.join(grace_period=GRACE_SECONDS["failed"]):
+            while not context.join(grace_period=supervisor.SECONDS[supervisor.State.ENDING]):
                 pass
         finally:
             for path in context.error_files:

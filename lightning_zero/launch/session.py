@@ -23,10 +23,8 @@ from lightning_zero.launch import rendezvous, supervisor
 from lightning_zero.launch.failure import note_scratch
 from lightning_zero.launch.restart import hydra_folders
 
-GRACE_SECONDS = {"failed": 2.0, "preempted": 20.0, "interrupted": 0.3}
-"""Seconds in which the other ranks may end by themselves, by the way in which rank 0 has ended."""
 _ANSWER_SECONDS = 10.0
-"""Additional seconds in which the supervisor must end the ranks and answer."""
+"""Seconds in which the supervisor must end the ranks and answer, after the time that it gives them."""
 _SET_FOR_RANKS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
@@ -107,16 +105,14 @@ class Session:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def end(self, how: str) -> str:
+    def end(self, failed: bool) -> str:
         """Ends the other ranks, restores the environment, and returns the failure that the supervisor has shown."""
         atexit.unregister(self._at_exit)
-        if how == "clean" and dist.is_available() and dist.is_initialized():
+        if not failed and dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
-        seconds = GRACE_SECONDS.get(how)
-        request = {"do": "rank 0 done" if how == "clean" else "rank 0 failed", "seconds": seconds}
-        limit = (seconds or supervisor.SECONDS[supervisor.State.FINISHING]) + _ANSWER_SECONDS
+        limit = supervisor.SECONDS[supervisor.State.FINISHING] + _ANSWER_SECONDS
         try:
-            answer, _ = self._supervisor.communicate(json.dumps(request).encode(), limit)
+            answer, _ = self._supervisor.communicate(b"rank 0 failed" if failed else b"rank 0 done", limit)
         except subprocess.TimeoutExpired:
             self._supervisor.kill()
             answer, _ = self._supervisor.communicate()
@@ -136,8 +132,8 @@ class Session:
         if os.getpid() != self.owner:  # a forked data loader worker
             return
         # The interpreter sets last_type when it ends with an uncaught exception, here one after a successful run
-        how = "failed" if hasattr(sys, "last_type") else "clean"
-        if end_session(how) and how == "clean":
+        failed = hasattr(sys, "last_type")
+        if end_session(failed) and not failed:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
@@ -160,18 +156,18 @@ def start_session(
     return _session
 
 
-def end_session(how: str = "clean") -> str:
+def end_session(failed: bool = False) -> str:
     """Ends the session of this process, if any: processes, process group, variables, files.
 
     Args:
-        how: ``"clean"`` waits until the other ranks finish the program. A key of :data:`GRACE_SECONDS` ends them.
+        failed: End the other ranks at once, instead of waiting until they finish the program.
 
     Returns:
         The failure that has ended the run, in one line, which the supervisor has shown; empty if there was none.
     """
     global _session
     session, _session = _session, None
-    return session.end(how) if session is not None and session.owner == os.getpid() else ""
+    return session.end(failed) if session is not None and session.owner == os.getpid() else ""
 
 
 # -- the command of the other ranks ------------------------------------------------------------------------------------

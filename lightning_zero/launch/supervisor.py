@@ -14,7 +14,7 @@ waited for it. The earliest counts (:meth:`Supervisor._first_failure`), once, at
     argument          the plan, as JSON: ``command``, ``cwd``, ``env`` (in addition to this process's), ``stdout`` (a
                       file descriptor for ranks without a log), ``folder`` (the session's, removed at the end),
                       ``rank0`` (its number), ``logs`` (for each other rank the path, or "")
-    rank 0 sends      at its end one line of JSON: ``{"do": event, "seconds": ...}`` with an event of the table
+    rank 0 sends      at its end ``rank 0 done`` or ``rank 0 failed``
     supervisor sends  an empty line when another rank has failed, and at the end the cause of a failure in one line
 
 The supervisor is in rank 0's process group, so it gets a terminal's Ctrl-C as well. It cannot rely on rank 0 for that:
@@ -74,7 +74,7 @@ TABLE = (
 )
 """The first matching row counts. An event that has no row in the current state is ignored."""
 SECONDS = {S.ALARMED: 5.0, S.FINISHING: 60.0, S.ENDING: 1.0}
-"""Seconds until "time over" in a state, unless rank 0 sends another number. Other states have no limit."""
+"""Seconds until "time over" in a state. Other states have no limit."""
 KILLED = "was killed by SIGKILL, probably out of memory"
 STOPPED = "does not respond, because it is stopped (SIGSTOP)"
 
@@ -116,36 +116,35 @@ class Supervisor:
     def watch(self) -> None:
         """Follows :data:`TABLE` until the run is over, then ends the remaining processes."""
         while self.state is not State.OVER:
-            for event, seconds in self._events():
-                self._follow(event, seconds)
+            for event in self._events():
+                self._follow(event)
         self.end()
 
-    def _events(self) -> Iterator[tuple[str, float | None]]:
+    def _events(self) -> Iterator[str]:
         """Yields the events since the last call. Waits up to :data:`POLL_SECONDS` for a message of rank 0."""
         if request := _request():
-            yield request["do"], request.get("seconds")
+            yield request
         if len(_presses) > 1:
-            yield "second Ctrl-C", None
+            yield "second Ctrl-C"
         for rank, process in self.ranks.items():
             if process.poll() is not None:
                 self.noticed.setdefault(rank, time.time())
         if any(self._has_failed(rank) for rank in self.noticed):
-            yield "rank failed", None
+            yield "rank failed"
         if os.getppid() != self.rank0_pid:
-            yield "rank 0 gone", None
+            yield "rank 0 gone"
         if _is_stopped(self.rank0_pid):
-            yield "rank 0 stopped", None
+            yield "rank 0 stopped"
         if len(self.noticed) == len(self.ranks):
-            yield "all ended", None
+            yield "all ended"
         if time.monotonic() > self._deadline:
-            yield "time over", None
+            yield "time over"
 
-    def _follow(self, event: str, seconds: float | None) -> None:
+    def _follow(self, event: str) -> None:
         for states, name, following in TABLE:
             if self.state in states and name == event:
                 before, self.state = self.state, following
-                seconds = SECONDS.get(following) if seconds is None else seconds
-                self._deadline = float("inf") if seconds is None else time.monotonic() + seconds
+                self._deadline = time.monotonic() + SECONDS.get(following, float("inf"))
                 if following is State.ALARMED:
                     _send("")
                 if following is State.OVER:
@@ -242,15 +241,13 @@ def error_file(folder: str, rank: int) -> str:
     return os.path.join(folder, f"error{rank}.json")
 
 
-def _request() -> dict[str, Any] | None:
-    """Returns rank 0's request, after at most :data:`POLL_SECONDS`."""
+def _request() -> str:
+    """Returns what rank 0 sends, or an empty text after :data:`POLL_SECONDS`."""
     if not select.select([0], [], [], POLL_SECONDS)[0]:
-        return None
-    if not (line := os.read(0, 1 << 12)):
+        return ""
+    if not (sent := os.read(0, 100).decode()):
         time.sleep(POLL_SECONDS)  # at the end of file select returns at once
-        return None
-    request: dict[str, Any] = json.loads(line)
-    return request
+    return sent
 
 
 def _send(line: str) -> None:

@@ -35,8 +35,8 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Any:
         watching.start()
         for process in watching.ranks.values():
             process.wait()
-        requests = iter([{"do": event}])
-        monkeypatch.setattr(supervisor, "_request", lambda: next(requests, None))
+        requests = iter([event])
+        monkeypatch.setattr(supervisor, "_request", lambda: next(requests, ""))
         watching.watch()
         return watching.cause, capfd.readouterr().err
 
