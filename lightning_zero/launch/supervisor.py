@@ -67,7 +67,6 @@ TABLE = (
     ((S.ALARMED,), "rank 0 done", S.ENDING),
     ((S.RUNNING, S.ALARMED), "rank 0 failed", S.ENDING),
     ((S.FINISHING,), "rank failed", S.ENDING),
-    ((S.ALARMED,), "rank 0 stopped", S.OVER),
     ((S.FINISHING, S.ENDING), "all ended", S.OVER),
     ((S.ALARMED, S.FINISHING, S.ENDING), "time over", S.OVER),
     ((S.RUNNING, S.ALARMED, S.FINISHING, S.ENDING), "rank 0 gone", S.OVER),
@@ -133,8 +132,6 @@ class Supervisor:
             yield "rank failed"
         if os.getppid() != self.rank0_pid:
             yield "rank 0 gone"
-        if _is_stopped(self.rank0_pid):
-            yield "rank 0 stopped"
         if len(self.noticed) == len(self.ranks):
             yield "all ended"
         if time.monotonic() > self._deadline:
