@@ -78,7 +78,7 @@ class Session:
         cwd = os.getcwd() if job is None else str(job.cwd)
         logs = [self._log_of(self.first_rank + local_rank) or "" for local_rank in range(1, num_processes)]
         plan = {"command": command, "cwd": cwd, "env": env, "stdout": stdout}
-        plan |= {"folder": self._folder, "rank0": self.first_rank, "logs": logs}
+        plan |= {"folder": self._folder, "rank0": self.first_rank, "pid": self.owner, "logs": logs}
         try:
             return subprocess.Popen(
                 [sys.executable, "-I", "-S", supervisor.__file__, json.dumps(plan)],

@@ -13,7 +13,7 @@ waited for it. The earliest counts (:meth:`Supervisor._first_failure`), once, at
 
     argument          the plan, as JSON: ``command``, ``cwd``, ``env`` (in addition to this process's), ``stdout`` (a
                       file descriptor for ranks without a log), ``folder`` (the session's, removed at the end),
-                      ``rank0`` (its number), ``logs`` (for each other rank the path, or "")
+                      ``rank0`` and ``pid`` (rank 0's numbers), ``logs`` (for each other rank the path, or "")
     rank 0 sends      at its end ``rank 0 done`` or ``rank 0 failed``
     supervisor sends  an empty line when another rank has failed, and at the end the cause of a failure in one line
 
@@ -85,7 +85,6 @@ class Supervisor:
         self.plan = plan
         self.rank0: int = plan["rank0"]
         self.logs: dict[int, str] = dict(enumerate(plan["logs"], self.rank0 + 1))
-        self.rank0_pid = os.getppid()
         self.ranks: dict[int, subprocess.Popen[bytes]] = {}
         self.noticed: dict[int, float] = {}
         """Rank -> time at which the supervisor has noticed its end."""
@@ -130,7 +129,7 @@ class Supervisor:
                 self.noticed.setdefault(rank, time.time())
         if any(self._has_failed(rank) for rank in self.noticed):
             yield "rank failed"
-        if os.getppid() != self.rank0_pid:
+        if os.getppid() != self.plan["pid"]:
             yield "rank 0 gone"
         if len(self.noticed) == len(self.ranks):
             yield "all ended"
@@ -152,46 +151,49 @@ class Supervisor:
 
     def _report(self, state: State, event: str) -> None:
         """Prints why the run ends, and ends rank 0 if it has not reacted in ``state``."""
+        kills_rank0 = state is State.ALARMED and os.getppid() == self.plan["pid"]
         if failure := self._first_failure():
             rank, what, text = failure
-            self.cause = f"rank {rank} {what}"
-            log = f"; its log: {self.logs[rank]}" if self.logs[rank] else ""
-            _tell(f"rank {rank} (process {self.ranks[rank].pid}) {what}{log}\n{text}".rstrip())
+            if rank != self.rank0:
+                self.cause = f"rank {rank} {what}"
+            if rank != self.rank0 or kills_rank0 or event == "rank 0 gone":  # otherwise rank 0 shows its error
+                log = f"; its log: {self.logs[rank]}" if self.logs.get(rank) else ""
+                _tell(f"{self._named(rank)} {what}{log}\n{text}".rstrip())
         elif event == "rank 0 gone" and not _presses and len(self.noticed) < len(self.ranks):
-            _tell(f"{self._rank0()} has ended unexpectedly, as if it {KILLED}: ending the other ranks.")
+            _tell(f"{self._named(self.rank0)} has ended unexpectedly, as if it {KILLED}: ending the other ranks.")
         elif state is State.FINISHING and event == "time over":
             late = ", ".join(str(rank) for rank in self.ranks if rank not in self.noticed)
             self.cause = f"rank {late} did not end in time after rank 0, and was killed"
             _tell(f"{self.cause}.")
-        if state is State.ALARMED and os.getppid() == self.rank0_pid:
+        if kills_rank0:
             why = "was asked to end, but did not" if _presses else "did not react to that"
-            _tell(f"{self._rank0()} {STOPPED if _is_stopped(self.rank0_pid) else why}: ending it.")
-            os.kill(self.rank0_pid, signal.SIGKILL)
+            _tell(f"{self._named(self.rank0)} {STOPPED if _is_stopped(self.plan['pid']) else why}: ending it.")
+            os.kill(self.plan["pid"], signal.SIGKILL)
             self._has_killed_rank0 = True
 
     def _first_failure(self) -> tuple[int, str, str] | None:
         """Returns the rank that failed first, what happened to it, and its traceback or the end of its log.
 
-        ``None`` if no rank failed, or if rank 0 failed first or at the same place: then rank 0 shows its own error.
+        It is rank 0 if that has raised the first error as well, at the same place.
         """
         found: list[tuple[float, int, str, str, list[str]]] = []
-        for rank, process in self.ranks.items():
-            error = self._read(rank)
-            if rank not in self.noticed and _is_stopped(process.pid):
-                found.append((0.0, rank, STOPPED, "", []))
-            elif error and not error["agreed"]:
+        for rank in (self.rank0, *self.ranks):
+            if error := self._read(rank):
                 what = f"failed: {error['summary']}"
-                found.append((error["at"], rank, what, error["traceback"], error["place"]))
-            elif self._has_failed(rank):
-                code = process.returncode
+                found += [] if error["agreed"] else [(error["at"], rank, what, error["traceback"], error["place"])]
+            elif rank != self.rank0 and rank not in self.noticed and _is_stopped(self.ranks[rank].pid):
+                found.append((0.0, rank, STOPPED, "", []))
+            elif rank != self.rank0 and self._has_failed(rank):
+                code = self.ranks[rank].returncode
                 what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
                 what = KILLED if code == -signal.SIGKILL else what
                 found.append((self.noticed[rank] - NOTICE_SECONDS, rank, what, _tail(self.logs[rank]), []))
         if not found:
             return None
-        at, rank, what, text, place = min(found)
-        own = self._read(self.rank0)
-        return None if own and (own["at"] <= at or own["place"] == place) else (rank, what, text)
+        first = min(found)
+        of_rank0 = (own for own in found if own[1] == self.rank0 and own[4] == first[4])
+        _, rank, what, text, _ = next(of_rank0, first)
+        return rank, what, text
 
     def _has_failed(self, rank: int) -> bool:
         """Returns whether ``rank`` has ended in an error that the ranks have not agreed to raise."""
@@ -210,8 +212,8 @@ class Supervisor:
     def _error_file(self, rank: int) -> str:
         return error_file(self.plan["folder"], rank)
 
-    def _rank0(self) -> str:
-        return f"rank {self.rank0} (process {self.rank0_pid})"
+    def _named(self, rank: int) -> str:
+        return f"rank {rank} (process {self.plan['pid'] if rank == self.rank0 else self.ranks[rank].pid})"
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -221,7 +223,7 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # also processes that an ended rank has left behind
             process.wait()
-        is_rank0_gone = self._has_killed_rank0 or os.getppid() != self.rank0_pid
+        is_rank0_gone = self._has_killed_rank0 or os.getppid() != self.plan["pid"]
         for rank in [*self.ranks, *([self.rank0] if is_rank0_gone else [])]:
             with contextlib.suppress(OSError):  # killed ranks leave the sockets of their data loader workers
                 shutil.rmtree(os.readlink(f"{self._error_file(rank)}.scratch"), ignore_errors=True)

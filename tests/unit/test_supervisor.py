@@ -29,7 +29,8 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Any:
             said = {"at": time.time() - seconds, "place": [place], "agreed": False, "traceback": "", **more}
             text = json.dumps({"summary": f"error of {rank}", **said})
             Path(supervisor.error_file(str(tmp_path), rank)).write_text(text)
-        plan = {"rank0": 0, "logs": ["" for _ in codes], "cwd": "/", "folder": str(tmp_path), "stdout": 1, "env": {}}
+        plan: dict[str, Any] = {"rank0": 0, "pid": os.getpid(), "logs": ["" for _ in codes]}
+        plan |= {"cwd": "/", "folder": str(tmp_path), "stdout": 1, "env": {}}
         program = f"import os, signal; exec({list(codes.values())!r}[int(os.environ['LOCAL_RANK']) - 1])"
         watching = Supervisor({**plan, "command": ["python3", "-S", "-c", program]})
         watching.start()
