@@ -82,11 +82,8 @@ def saves_on_exception(trainer: Any) -> list[Any]:
     return [c for c in callbacks if getattr(c, "save_on_exception", True)]
 
 
-_skipped: list[Callable[[], None]] = []
-
-
-def skip_saves(trainer: Any, why: str, tells: bool = True) -> None:
-    """Replaces saves of ``trainer`` by a line that explains why there is none, until :func:`save_again`.
+def skip_saves(trainer: Any, why: str, tells: bool = True) -> list[Callable[[], None]]:
+    """Replaces saves of ``trainer`` by a line that explains why there is none; returns functions that undo this.
 
     A save would wait for ranks that never come, and would hide the first error. Only a rank that ``tells`` prints.
     """
@@ -98,14 +95,8 @@ def skip_saves(trainer: Any, why: str, tells: bool = True) -> None:
             tell(f"no checkpoint is saved after this error: {why}.")
 
     # The callbacks too, because their code after the save relies on the checkpoint
-    for owner, name in ((trainer, "save_checkpoint"), *((c, "on_exception") for c in saves_on_exception(trainer))):
-        _skipped.append(set_on_instance(owner, name, skip))
-
-
-def save_again() -> None:
-    """Undoes :func:`skip_saves`, because a new run begins."""
-    while _skipped:
-        _skipped.pop()()
+    places = (trainer, "save_checkpoint"), *((c, "on_exception") for c in saves_on_exception(trainer))
+    return [set_on_instance(owner, name, skip) for owner, name in places]
 
 
 # -- the terminal ------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -245,12 +245,17 @@ class ProcessesLauncher(MultiProcessingLauncher):
     ranks within seconds when one fails.
     """
 
+    _skipped: Sequence[Callable[[], None]] = ()
+    """Undo the replacement of saves after a run that failed."""
+
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         strategy, environment = self.strategy, self.strategy.cluster_environment
         check_world(environment, strategy.num_processes, getattr(strategy, "num_nodes", 1))
         if environment.creates_processes_externally:
             return function(*args, **kwargs)
-        failure.save_again()
+        for save_again in self._skipped:
+            save_again()
+        self._skipped = []
         self.refuse_second_fit(trainer)
         before = dict(os.environ)
         self.folder = tempfile.mkdtemp(prefix="lightning_zero-")
@@ -266,7 +271,8 @@ class ProcessesLauncher(MultiProcessingLauncher):
             return results
         except BaseException:
             if trainer is not None:
-                failure.skip_saves(trainer, "the processes that held the state of the training have ended")
+                why = "the processes that held the state of the training have ended"
+                self._skipped = failure.skip_saves(trainer, why)
             raise
         finally:
             self.kill(signal.SIGKILL)
