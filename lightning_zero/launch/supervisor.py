@@ -72,8 +72,8 @@ TABLE = (
     ((S.RUNNING, S.ALARMED, S.FINISHING, S.ENDING), "rank 0 gone", S.OVER),
 )
 """The first matching row counts. An event that has no row in the current state is ignored."""
-SECONDS = {S.ALARMED: 5.0, S.FINISHING: 60.0, S.ENDING: 1.0}
-"""Seconds until "time over" in a state. Other states have no limit."""
+SECONDS = {S.ALARMED: 5.0, S.FINISHING: 60.0, S.ENDING: 3.0}
+"""Seconds until "time over" in a state, in ``ENDING`` none after a Ctrl-C. Other states have no limit."""
 KILLED = "was killed by SIGKILL, probably out of memory"
 STOPPED = "does not respond, because it is stopped (SIGSTOP)"
 
@@ -133,7 +133,7 @@ class Supervisor:
             yield "rank 0 gone"
         if len(self.noticed) == len(self.ranks):
             yield "all ended"
-        if time.monotonic() > self._deadline:
+        if time.monotonic() > self._deadline or (self.state is State.ENDING and _presses):
             yield "time over"
 
     def _follow(self, event: str) -> None:
