@@ -34,8 +34,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 ERROR_FILE = "LIGHTNING_ZERO_ERROR_FILE"
 """Environment variable of the ranks that are started here: the file into which they write their error."""
@@ -76,6 +76,18 @@ SECONDS = {S.ALARMED: 5.0, S.FINISHING: 60.0, S.ENDING: 3.0}
 """Seconds until "time over" in a state, in ``ENDING`` none after a Ctrl-C. Other states have no limit."""
 KILLED = "was killed by SIGKILL, probably out of memory"
 STOPPED = "does not respond, because it is stopped (SIGSTOP)"
+
+
+class Failure(NamedTuple):
+    """How a rank has failed; the smallest is the first."""
+
+    at: float
+    rank: int
+    what: str
+    text: str = ""
+    """The traceback, or the end of the log."""
+    place: Sequence[str] = ()
+    """The error's type, and the lines of code from which it was raised."""
 
 
 class Supervisor:
@@ -153,12 +165,11 @@ class Supervisor:
         """Prints why the run ends, and ends rank 0 if it has not reacted in ``state``."""
         kills_rank0 = state is State.ALARMED and os.getppid() == self.plan["pid"]
         if failure := self._first_failure():
-            rank, what, text = failure
-            if rank != self.rank0:
-                self.cause = f"rank {rank} {what}"
-            if rank != self.rank0 or kills_rank0 or event == "rank 0 gone":  # otherwise rank 0 shows its error
-                log = f"; its log: {self.logs[rank]}" if self.logs.get(rank) else ""
-                _tell(f"{self._named(rank)} {what}{log}\n{text}".rstrip())
+            if failure.rank != self.rank0:
+                self.cause = f"rank {failure.rank} {failure.what}"
+            if failure.rank != self.rank0 or kills_rank0 or event == "rank 0 gone":  # else rank 0 shows its error
+                log = f"; its log: {self.logs[failure.rank]}" if self.logs.get(failure.rank) else ""
+                _tell(f"{self._named(failure.rank)} {failure.what}{log}\n{failure.text}".rstrip())
         elif event == "rank 0 gone" and not _presses and len(self.noticed) < len(self.ranks):
             _tell(f"{self._named(self.rank0)} has ended unexpectedly, as if it {KILLED}: ending the other ranks.")
         elif state is State.FINISHING and event == "time over":
@@ -171,29 +182,28 @@ class Supervisor:
             os.kill(self.plan["pid"], signal.SIGKILL)
             self._has_killed_rank0 = True
 
-    def _first_failure(self) -> tuple[int, str, str] | None:
-        """Returns the rank that failed first, what happened to it, and its traceback or the end of its log.
-
-        It is rank 0 if that has raised the first error as well, at the same place.
-        """
-        found: list[tuple[float, int, str, str, list[str]]] = []
-        for rank in (self.rank0, *self.ranks):
-            if error := self._read(rank):
-                what = f"failed: {error['summary']}"
-                found += [] if error["agreed"] else [(error["at"], rank, what, error["traceback"], error["place"])]
-            elif rank != self.rank0 and rank not in self.noticed and _is_stopped(self.ranks[rank].pid):
-                found.append((0.0, rank, STOPPED, "", []))
-            elif rank != self.rank0 and self._has_failed(rank):
-                code = self.ranks[rank].returncode
-                what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-                what = KILLED if code == -signal.SIGKILL else what
-                found.append((self.noticed[rank] - NOTICE_SECONDS, rank, what, _tail(self.logs[rank]), []))
+    def _first_failure(self) -> Failure | None:
+        """Returns the failure that came first, or rank 0's, if rank 0 has raised the same error at the same place."""
+        found = [failure for rank in (self.rank0, *self.ranks) if (failure := self._failure_of(rank))]
         if not found:
             return None
         first = min(found)
-        of_rank0 = (own for own in found if own[1] == self.rank0 and own[4] == first[4])
-        _, rank, what, text, _ = next(of_rank0, first)
-        return rank, what, text
+        return next((own for own in found if own.rank == self.rank0 and own.place == first.place), first)
+
+    def _failure_of(self, rank: int) -> Failure | None:
+        if error := self._read(rank):
+            said = Failure(error["at"], rank, f"failed: {error['summary']}", error["traceback"], error["place"])
+            return None if error["agreed"] else said
+        if rank == self.rank0:
+            return None
+        if rank not in self.noticed and _is_stopped(self.ranks[rank].pid):
+            return Failure(0.0, rank, STOPPED)
+        if not self._has_failed(rank):
+            return None
+        code = self.ranks[rank].returncode
+        what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+        what = KILLED if code == -signal.SIGKILL else what
+        return Failure(self.noticed[rank] - NOTICE_SECONDS, rank, what, _tail(self.logs[rank]))
 
     def _has_failed(self, rank: int) -> bool:
         """Returns whether ``rank`` has ended in an error that the ranks have not agreed to raise."""
