@@ -3,7 +3,9 @@
     python benchmarks/agreements.py                  # 2, 4, 8, 16, 32 ranks on this machine
     python benchmarks/agreements.py --ranks 16
 
-Ranks are forked after importing and outnumber the cores, so compare times only within a row.
+Ranks are forked after importing and outnumber the cores, so compare times only within a row. Columns with "peers" use
+the connections of ``comm.peer_memory``, as ranks of one host do. The others use gloo's sockets, as ranks of several
+hosts do.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.agree import IN_STEP, Agreement
+from lightning_zero.comm.peer_memory import PeerMemory
 
 RANKS = (2, 4, 8, 16, 32)
 ROUNDS, CALLS = 7, 30
@@ -36,7 +39,7 @@ def _gather_and_broadcast(message: torch.Tensor, group: Any) -> None:
     dist.broadcast(message, group_src=0, group=group)
 
 
-def _ways() -> dict[str, Callable[[], Any]]:
+def _ways(near: PeerMemory) -> dict[str, Callable[[], Any]]:
     group: Any = dist.group.WORLD
     message = torch.tensor([group.rank(), 1, 2])
     everyones: list[Any] = [None] * group.size()
@@ -45,6 +48,7 @@ def _ways() -> dict[str, Callable[[], Any]]:
         "gloo's ring": lambda: dist.all_reduce(message, dist.ReduceOp.MAX),
         "gloo's gather and broadcast": lambda: _gather_and_broadcast(message, group),
         "tree": lambda: agreement.all_reduce(message, dist.ReduceOp.MAX, IN_STEP).wait(),
+        "tree, peers": lambda: agreement.all_reduce(message, dist.ReduceOp.MAX, IN_STEP, near).wait(),
         "gloo's all_gather_object": lambda: dist.all_gather_object(everyones, None),
         "tree, any object": lambda: agreement.gather(None),
     }
@@ -54,7 +58,7 @@ def _rank(rank: int, ranks: int, store: str, results: Connection) -> None:
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    ways = _ways()
+    ways = _ways(PeerMemory(dist.group.WORLD, 60.0))  # type: ignore[arg-type]
     seen: dict[str, list[float]] = {name: [] for name in ways}
     for round_ in range(ROUNDS):
         for name, way in ways.items():

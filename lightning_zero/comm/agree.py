@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from lightning_zero.comm import direct, tree
+from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.errors import CheckpointError
 
 BUCKET_BYTES = 64 * 2**20
@@ -173,14 +174,14 @@ class Agreement:
             error = found
         self.gather(None, error=error)
 
-    def all_reduce(self, message: Tensor, op: Any, kind: int) -> dist.Work:
+    def all_reduce(self, message: Tensor, op: Any, kind: int, peer_memory: PeerMemory | None = None) -> dist.Work:
         """Reduces ``message`` (a few numbers in host memory) over the ranks in place; ``op`` is a sum or a maximum.
 
         The result is there after the returned work was waited for. Earlier calls of the same ``kind`` are then
         complete as well.
         """
         assert self.group is not None
-        rest = tree.all_reduce(message, op, self.group, _tag(kind))
+        rest = tree.all_reduce(message, op, self.group, _tag(kind), peer_memory)
         next(rest)
         self._latest[kind] = direct.Begun(self._completed(self._latest.get(kind), rest))
         return self._latest[kind]

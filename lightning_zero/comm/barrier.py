@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.agree import READS, Agreement
+from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.private.torch import DisableTorchFunction
 
 _DONE = 0
@@ -39,10 +40,11 @@ class Barrier:
 
     Args:
         agreement: The run's agreement, with more than one rank.
+        peer_memory: Connections between all ranks, if there are any.
     """
 
-    def __init__(self, agreement: Agreement) -> None:
-        self._agreement = agreement
+    def __init__(self, agreement: Agreement, peer_memory: PeerMemory | None = None) -> None:
+        self._agreement, self._peer_memory = agreement, peer_memory
         self._process = os.getpid()
 
     def ask(self, key: int, what: Callable[[], str], serve: Callable[[int], object]) -> bool:
@@ -81,7 +83,7 @@ class Barrier:
         ends = torch.tensor([mine, -mine], device="cpu")  # one MAX gives the highest key and the negated lowest one
         try:
             with DisableTorchFunction():
-                self._agreement.all_reduce(ends, dist.ReduceOp.MAX, READS).wait()
+                self._agreement.all_reduce(ends, dist.ReduceOp.MAX, READS, self._peer_memory).wait()
         except RuntimeError as error:
             raise RuntimeError(
                 f"{what()} on rank {self._agreement.rank}: not all ranks made this call or answered it within"

@@ -26,6 +26,7 @@ import socket
 import struct
 import sys
 import uuid
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +36,11 @@ from torch import Tensor
 
 from lightning_zero.comm import tree
 
-_MESSAGE = struct.Struct("=qQQ")
-"""Kind of the exchange (negated in a confirmation), its number, and the address of the sender's table."""
+_CONTENT_BYTES = 2048
+"""Limit of a message's content; a socket's buffer holds many such messages."""
+_HEADER = struct.Struct("=qQ")
+"""Kind of the exchange (negated in a confirmation) and its number; 0 outside exchanges. The content follows."""
+_ADDRESS = struct.Struct("=Q")
 _CALL_BYTES, _CALL_PIECES = 2**30, 1024
 """Limits of one call; the kernel's own are 0x7ffff000 bytes and IOV_MAX pieces."""
 _CONNECT_SECONDS = 60.0
@@ -90,7 +94,7 @@ class PeerMemory:
         self._links = _links_of_host(group, timeout_seconds)
         self._numbers: dict[int, int] = {}
         self._offers: dict[tuple[int, int], Offer] = {}  # kind, number -> tensors that are still held
-        self._arrived: dict[tuple[int, int, int], int] = {}  # rank, kind, number -> address of a table
+        self._arrived = defaultdict[tuple[int, int, int], deque[bytes]](deque)  # rank, kind, number -> contents
 
     @property
     def ranks(self) -> Collection[int]:
@@ -109,14 +113,12 @@ class PeerMemory:
         offer = Offer(kind, number, tensors, table, set(self._links), set(self._links))
         self._offers[kind, number] = offer  # before any message: keeps table and tensors alive while peers read them
         for rank in self._links:
-            self._send_message(rank, kind, number, ctypes.addressof(table))
+            self._send_message(rank, kind, number, _ADDRESS.pack(ctypes.addressof(table)))
         return offer
 
     def source(self, offer: Offer, rank: int) -> Source:
         """Waits for the offer of ``rank`` in the same exchange."""
-        while (rank, offer.kind, offer.number) not in self._arrived:
-            self._recv_message(rank)
-        address = self._arrived.pop((rank, offer.kind, offer.number))
+        (address,) = _ADDRESS.unpack(self._take(rank, offer.kind, offer.number))
         table = type(offer.table)()
         self._copy(rank, [(ctypes.addressof(table), address, ctypes.sizeof(table))])
         return Source(rank, list(table))
@@ -131,6 +133,18 @@ class PeerMemory:
         offer.sources.remove(source.rank)
         # Only after the last read: the owner writes to its tensors once all have confirmed.
         self._send_message(source.rank, -offer.kind, offer.number)
+
+    def send(self, rank: int, kind: int, content: bytes) -> None:
+        """Sends ``content``, a few numbers, to one peer. ``kind`` must not be the kind of an exchange."""
+        for start in range(0, len(content), _CONTENT_BYTES):
+            self._send_message(rank, kind, 0, content[start : start + _CONTENT_BYTES])
+
+    def recv(self, rank: int, kind: int, nbytes: int) -> bytes:
+        """Waits for the next ``nbytes`` that ``rank`` sends to this rank by :meth:`send` with this ``kind``."""
+        content = b""
+        while len(content) < nbytes:
+            content += self._take(rank, kind, 0)
+        return content
 
     def release_read(self) -> None:
         """Releases the tensors that all peers have read, without waiting."""
@@ -164,16 +178,25 @@ class PeerMemory:
         while offer.readers:  # keeps other messages that arrive meanwhile, because kinds interleave
             self._recv_message(next(iter(offer.readers)))
 
-    def _send_message(self, rank: int, kind: int, number: int, address: int = 0) -> None:
+    def _take(self, rank: int, kind: int, number: int) -> bytes:
+        """Waits for the next content from ``rank`` with this ``kind`` and ``number``."""
+        while not (contents := self._arrived[rank, kind, number]):
+            self._recv_message(rank)
+        content = contents.popleft()
+        if not contents:
+            del self._arrived[rank, kind, number]
+        return content
+
+    def _send_message(self, rank: int, kind: int, number: int, content: bytes = b"") -> None:
         try:
-            self._links[rank].socket.send(_MESSAGE.pack(kind, number, address))
+            self._links[rank].socket.send(_HEADER.pack(kind, number) + content)
         except OSError as error:
             raise self._lost(rank, error) from error
 
     def _recv_message(self, rank: int, flags: int = 0) -> bool:
         """Receives one message; returns ``False`` if there is none and ``flags`` forbid waiting."""
         try:
-            message = self._links[rank].socket.recv(_MESSAGE.size, flags)
+            message = self._links[rank].socket.recv(_HEADER.size + _CONTENT_BYTES, flags)
         except OSError as error:
             if flags and isinstance(error, BlockingIOError):
                 return False
@@ -182,9 +205,9 @@ class PeerMemory:
             return False
         if not message:
             raise self._lost(rank, "it closed its connection")
-        kind, number, address = _MESSAGE.unpack(message)
+        kind, number = _HEADER.unpack_from(message)
         if kind > 0:
-            self._arrived[rank, kind, number] = address
+            self._arrived[rank, kind, number].append(message[_HEADER.size :])
             return True
         offer = self._offers[-kind, number]
         offer.readers.remove(rank)

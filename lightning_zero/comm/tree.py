@@ -18,9 +18,9 @@ rounds of one tag must begin in the same order on all ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,36 +44,64 @@ def children(rank: int, size: int) -> list[int]:
     return found
 
 
+class Peers(Protocol):
+    """Ranks that are connected without gloo, as by ``peer_memory``."""
+
+    @property
+    def ranks(self) -> Collection[int]: ...
+
+    def send(self, rank: int, kind: int, content: bytes) -> None: ...
+
+    def recv(self, rank: int, kind: int, nbytes: int) -> bytes: ...
+
+
 @torch.no_grad()
 def all_reduce(
-    message: Tensor, op: Any, group: dist.ProcessGroup, tag: int, timeout: timedelta | None = None
+    message: Tensor,
+    op: Any,
+    group: dist.ProcessGroup,
+    tag: int,
+    peers: Peers | None = None,
+    timeout: timedelta | None = None,
 ) -> Iterator[None]:
     """Reduces ``message`` (in host memory) over the ranks in place; ``op`` is a sum or a maximum.
 
-    The caller takes the first step of the iterator to begin, and the rest to wait.
+    The caller takes the first step of the iterator to begin, and the rest to wait. The ``peers`` are reached
+    through their own connections, all other ranks through gloo.
 
     Raises:
         RuntimeError: If another rank does not join within ``timeout``, by default that of ``group``, or has ended.
     """
     rank, below = group.rank(), children(group.rank(), group.size())
+    edges = [*below, *([parent(rank)] if rank else [])]
+    near = peers.ranks if peers is not None else ()
     # Post all receives first: gloo starts a peer's send only when its receiver is there.
     arriving: dict[int, tuple[Tensor, Any]] = {}
-    for peer in [*below, *([parent(rank)] if rank else [])]:
-        content = torch.empty_like(message)
-        with _naming(group, peer):
-            arriving[peer] = content, dist.irecv(content, group=group, group_src=peer, tag=tag)
+    for peer in edges:
+        if peer not in near:
+            content = torch.empty_like(message)
+            with _naming(group, peer):
+                arriving[peer] = content, dist.irecv(content, group=group, group_src=peer, tag=tag)
     sent: list[tuple[int, Any]] = []
     limit = () if timeout is None else (timeout,)
 
     def recv(peer: int) -> Tensor:
-        content, work = arriving[peer]
-        with _naming(group, peer):
-            work.wait(*limit)
-        return content
+        if peer in arriving:
+            content, work = arriving[peer]
+            with _naming(group, peer):
+                work.wait(*limit)
+            return content
+        assert peers is not None
+        received = bytearray(peers.recv(peer, tag, message.nbytes))
+        return torch.frombuffer(received, dtype=message.dtype) if received else message.new_empty(0)
 
     def send(peer: int) -> None:
-        with _naming(group, peer):
-            sent.append((peer, dist.isend(message, group=group, group_dst=peer, tag=tag)))
+        if peer in arriving:
+            with _naming(group, peer):
+                sent.append((peer, dist.isend(message, group=group, group_dst=peer, tag=tag)))
+        else:
+            assert peers is not None
+            peers.send(peer, tag, bytes(message.view(torch.uint8).numpy()))
 
     if rank and not below:  # a leaf has nothing to wait for, so its message travels while the caller continues
         send(parent(rank))

@@ -19,6 +19,7 @@ from lightning_zero.checkpoint.collected import Collected
 from lightning_zero.checkpoint.layout import map_tensors, placeholder
 from lightning_zero.comm.agree import broadcast_coalesced, run_agreement
 from lightning_zero.comm.barrier import Barrier
+from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.comm.shards import gathered, gathered_on_rank_0, to_host
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines import graphs
@@ -133,6 +134,9 @@ class Engine(ABC):
     failed = False
     """Whether the run has raised an error: other ranks may be gone, so :meth:`restore` must not communicate."""
 
+    peer_memory: PeerMemory | None = None
+    """Connections between all ranks, for an engine that has its own between processes on CPUs."""
+
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         self.config = config
         self.device = device
@@ -170,7 +174,7 @@ class Engine(ABC):
         """Gathers the parameters of ``store`` when user code touches them, from now until :meth:`end_residency`."""
         agreement = run_agreement()  # None in a loop without a Trainer, where all ranks make the same reads
         waits = agreement is not None and dist.get_world_size() > 1
-        barrier = Barrier(agreement) if waits and agreement is not None else None
+        barrier = Barrier(agreement, self.peer_memory) if waits and agreement is not None else None
         budget = budget_bytes(self.config.hook_budget_bytes, self.device, agreement)
         self.residency = Residency(store, is_between, barrier, memories, budget)
         graphs.begin(self.residency)

@@ -70,6 +70,7 @@ class StepSync(Callback):
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self._agreement: Agreement | None = None
+        self._peer_memory: Any = None
         self._pending: tuple[Any, torch.Tensor, int] | None = None
         self._signal: int | None = None
         self._agreed: int = 0
@@ -108,6 +109,7 @@ class StepSync(Callback):
             # Messages of a separate kind: ranks at different places would confuse them with the engine's messages.
             limit = (timeout_of(self._strategy) or timedelta(minutes=30)).total_seconds()
             self._agreement = run_agreement() or shared_agreement(limit)
+            self._peer_memory = getattr(getattr(self._strategy, "engine", None), "peer_memory", None)
         if threading.current_thread() is threading.main_thread():
             if _slurm_job() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # Lightning has not registered it
                 self._handle(signal.SIGUSR1, self.on_signal)
@@ -139,7 +141,7 @@ class StepSync(Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.undo.close()
-        self._loop = self._agreement = self._pending = None
+        self._loop = self._agreement = self._peer_memory = self._pending = None
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.is_global_zero:
@@ -224,7 +226,7 @@ class StepSync(Callback):
         here = (place << _SHIFT) + max(index, 0)
         with DisableTorchFunction():  # the engine's function mode must not intercept this tensor
             message = torch.tensor([here, -here, asked], device="cpu")  # max(-here) is minus the smallest place
-            work = self._agreement.all_reduce(message, dist.ReduceOp.MAX, STEP_SYNC)
+            work = self._agreement.all_reduce(message, dist.ReduceOp.MAX, STEP_SYNC, self._peer_memory)
         self._pending = (work, message, here)
 
     def recv(self) -> bool:

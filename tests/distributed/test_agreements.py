@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_zero.comm import tree
@@ -172,3 +173,20 @@ def test_the_default_device_is_for_user_code(ranks2, tmp_path):
     assert ranks2(_losses, {**settings, "min_unit_numel": 1}, str(tmp_path / "ours"), "meta") == [
         pytest.approx(losses, rel=1e-6) for losses in reference
     ]
+
+
+class _Peers(Callback):
+    def on_train_batch_end(self, trainer: Any, *unused: Any) -> None:
+        self.ranks = [*trainer.strategy.engine.peer_memory.ranks]
+
+
+def _peers() -> list[int]:
+    peers = _Peers()
+    settings = {"stage": 3, "transport": "torch", **zoo.BLOCKS}
+    zoo.make_trainer(settings, max_steps=1, callbacks=[peers]).fit(zoo.Zoo(), _Batches())
+    return peers.ranks
+
+
+def test_ranks_of_one_host_agree_over_local_sockets_beside_torchs_collectives(ranks2):
+    """As on GPUs: gloo's messages take several times as long."""
+    assert ranks2(_peers) == [[1], [0]]

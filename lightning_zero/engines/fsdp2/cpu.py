@@ -37,9 +37,12 @@ class Direct(Transport):
 
     def __init__(self, config: ZeroConfig, mesh: DeviceMesh, peer_memory: PeerMemory) -> None:
         super().__init__(config, mesh, advice=", or use stage=2")
+        axis = mesh.get_group("shard")
         self.gathers_up_front = config.stage < 3
         self._peer_memory = peer_memory  # along the shard axis
-        direct.connect(mesh.get_group("shard"), peer_memory)
+        direct.connect(axis, peer_memory)
+        if axis.size() == mesh.size():  # the shard axis spans all ranks, so its connections serve small messages too
+            self.peer_memory = self._peer_memory
         self._reduce = direct.ReduceScatter(peer_memory)
         self._accumulators: dict[Tensor, Any] = {}  # shards -> autograd nodes that accumulate their gradients
 

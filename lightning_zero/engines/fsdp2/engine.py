@@ -176,7 +176,7 @@ class Fsdp2Engine(Engine):
         self._copies = PlainCopies(plan.module, private.STATE_KEYS.__contains__)  # now, while all hooks are user hooks
         self._files = FileShards(self.offload_path) if self.offload_path is not None else None
         sharded = shard_units(plan, self._transport, self._files)
-        self.units, self.root = sharded.units, sharded.root
+        self.units, self.root, self.peer_memory = sharded.units, sharded.root, self._transport.peer_memory
         self.total_bytes = sum(p.numel() * p.element_size() for p in sharded.originals)
         self._unit_of = sharded.unit_of
         self._groups, self._root_groups = [*self._unit_of], private.groups(sharded.root)

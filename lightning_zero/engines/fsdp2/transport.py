@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_zero.comm.agree import IN_STEP, Agreement, run_agreement, shared_agreement
+from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.order import Order
@@ -26,6 +27,8 @@ class Transport:
     Attributes:
         gathers_up_front: Whether a forward at stages 1 and 2 begins with a gather of every unit, so that ranks may run
             different units.
+        peer_memory: Connects all ranks if they are on one host, for small messages of any kind; ``None`` before
+            :meth:`start`, and if there are no messages.
         advice: A repair for the error of ranks that run different units, besides keeping modules out of the units.
     """
 
@@ -37,6 +40,7 @@ class Transport:
         self.config, self.mesh, self.advice = config, mesh, advice
         self._agreement: Agreement | None = None
         self._order: Order | None = None
+        self.peer_memory: PeerMemory | None = None
 
     # -- set-up
 
@@ -52,6 +56,9 @@ class Transport:
         """Called when the units are initialized; ``names`` are those of the units (collective)."""
         if self.mesh.size() > 1 and self._needs_agreements():
             self._agreement = run_agreement() or shared_agreement(self.config.timeout_seconds)
+            if self.peer_memory is None:  # no tensor is read there: its local sockets are faster than gloo's TCP
+                assert self._agreement.group is not None
+                self.peer_memory = PeerMemory(self._agreement.group, self.config.timeout_seconds)
             if not self.gathers_up_front and len(units) > 1:  # the root alone has only one order
                 waits = self.mesh.device_type == "cpu"
                 self._order = Order(self, units, names, self.units_ahead, waits)
@@ -61,6 +68,8 @@ class Transport:
 
     def close(self) -> None:
         """Release what :meth:`start` has created."""
+        if self.peer_memory is not None:
+            self.peer_memory.close()
         self._agreement = self._order = None
 
     # -- agreements
@@ -83,7 +92,7 @@ class Transport:
     def send(self, message: Tensor, op: Any) -> dist.Work:
         """All-reduce as :meth:`agree` does, without its check; used by :class:`Order` itself."""
         assert self._agreement is not None
-        return self._agreement.all_reduce(message, op, IN_STEP)
+        return self._agreement.all_reduce(message, op, IN_STEP, self.peer_memory)
 
     # -- the moments of a step, in their order
 
