@@ -23,8 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm import direct
-from lightning_zero.comm.agree import Agreement
+from lightning_zero.comm.agree import IN_STEP, Agreement
 from lightning_zero.comm.peer_memory import PeerMemory
 
 RANKS = (2, 4, 8, 16, 32)
@@ -40,26 +39,19 @@ def _gather_and_broadcast(message: torch.Tensor, group: Any) -> None:
     dist.broadcast(message, group_src=0, group=group)
 
 
-def _ways(near: PeerMemory) -> dict[str, Callable[[], None]]:
+def _ways(near: PeerMemory) -> dict[str, Callable[[], Any]]:
     group: Any = dist.group.WORLD
     message = torch.tensor([group.rank(), 1, 2])
     everyones: list[Any] = [None] * group.size()
-    return (
-        {
-            "gloo's ring": lambda: dist.all_reduce(message, dist.ReduceOp.MAX),
-            "gloo's gather and broadcast": lambda: _gather_and_broadcast(message, group),
-            "tree": lambda: direct.all_reduce(message, dist.ReduceOp.MAX, group).wait(),
-            "tree, peers": lambda: direct.all_reduce(message, dist.ReduceOp.MAX, group, near).wait(),
-            "gloo's all_gather_object": lambda: dist.all_gather_object(everyones, None),
-            "tree, any object": lambda: _object(agreement),
-        }
-        if (agreement := Agreement(60.0))
-        else {}
-    )
-
-
-def _object(agreement: Agreement) -> None:
-    agreement.gather(None)
+    agreement = Agreement(60.0)
+    return {
+        "gloo's ring": lambda: dist.all_reduce(message, dist.ReduceOp.MAX),
+        "gloo's gather and broadcast": lambda: _gather_and_broadcast(message, group),
+        "tree": lambda: agreement.all_reduce(message, dist.ReduceOp.MAX, IN_STEP).wait(),
+        "tree, peers": lambda: agreement.all_reduce(message, dist.ReduceOp.MAX, IN_STEP, near).wait(),
+        "gloo's all_gather_object": lambda: dist.all_gather_object(everyones, None),
+        "tree, any object": lambda: agreement.gather(None),
+    }
 
 
 def _rank(rank: int, ranks: int, store: str, results: Connection) -> None:

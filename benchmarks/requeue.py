@@ -23,7 +23,6 @@ from tests.helpers.slurm import running_slurm, why_not
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 600
-STEP_SECONDS = 0.2
 COLOURS = ("#d1495b", "#edae49", "#00798c")
 WIDTH, HEIGHT, MARGIN = 720, 360, 50
 
@@ -34,7 +33,7 @@ def main() -> int:
     out = Path(sys.argv[1])
     env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder, running_slurm() as slurm:
-        job = requeued.run_interrupted(slurm, sys.executable, Path(folder) / "job", env, STEPS, STEP_SECONDS, True)
+        job = requeued.run_interrupted(slurm, Path(folder) / "job", env, STEPS, by_signal=True)
         reference = _uninterrupted(Path(folder) / "reference", env)
     same = [entry["loss"] == reference[entry["step"]] for entry in job.losses]
     once = [entry["step"] for entry in job.losses] == list(range(STEPS))
@@ -52,7 +51,7 @@ def main() -> int:
 def _uninterrupted(folder: Path, env: dict[str, str]) -> dict[int, float]:
     folder.mkdir()
     losses = folder / "losses.jsonl"
-    command = [sys.executable, *requeued.command(STEPS, 0.0)]
+    command = [sys.executable, "-m", "lightning_zero", "fit", "trainer.devices=2", *requeued.settings(STEPS, 0.0)]
     subprocess.run(
         command, cwd=folder, env={**os.environ, **env, "LOSSES": str(losses)}, check=True, stdout=subprocess.DEVNULL
     )

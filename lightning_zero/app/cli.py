@@ -341,13 +341,10 @@ def _ranks_end_with_us() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        end_session("failed")
+        end_session(failed=True)
         raise
-    answer = end_session()
-    if failure := answer.get("failed"):
-        raise RuntimeError(f"The run is done on rank 0, but rank {failure['rank']} {failure['what']}.")
-    if answer.get("late"):
-        raise RuntimeError(f"The run is done on rank 0, but not on {answer['late']}, which had to be killed.")
+    if cause := end_session():
+        raise RuntimeError(f"The run is done on rank 0, but {cause}.")
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

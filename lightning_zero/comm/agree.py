@@ -105,9 +105,7 @@ class Agreement:
         timeout_seconds: How long a call waits for the other ranks before it raises.
         alone: Agree with this process only, even inside a process group.
         group: The channel to use; ``None`` makes one.
-        run: Number of the run on this channel. It is part of the tags, so messages that an earlier run has left in
-            flight never match those of this run.
-        kind: Kind of the messages, below :data:`KINDS`. Agreements that may be in flight together need different kinds.
+        kind: Kind of the messages, below. Agreements that may be in flight together need different kinds.
 
     Attributes:
         group: The channel's process group; ``None`` with one rank.
@@ -118,14 +116,13 @@ class Agreement:
         timeout_seconds: float = 1800.0,
         alone: bool = False,
         group: dist.ProcessGroup | None = None,
-        run: int = 0,
         kind: int = 0,
     ) -> None:
         self.timeout_seconds = timeout_seconds
         several = not alone and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
         self.group = (group or _channel(timeout_seconds)) if several else None
-        self.run, self._kind = run, kind
+        self._kind = kind
         self._latest: dict[int, dist.Work] = {}  # by kind
         # Connect now: a rank that later makes a call alone would wait for its connection first, and fail late.
         self.gather(None, "the strategy's set-up")
@@ -134,7 +131,7 @@ class Agreement:
         """An agreement of another ``kind`` on the same channel, for another thread."""
         if self.group is None:
             return Agreement(self.timeout_seconds, alone=True)
-        return Agreement(self.timeout_seconds, group=self.group, run=self.run, kind=kind)
+        return Agreement(self.timeout_seconds, group=self.group, kind=kind)
 
     def gather(
         self, value: Any, call: str = "a checkpoint's agreement", error: BaseException | None = None
@@ -153,9 +150,7 @@ class Agreement:
             failure = None if error is None else (_repeatable(error), str(error))
             content = pickle.dumps((call, failure, value))  # outside the try: an error here is the caller's
             try:
-                gathered = tree.gather(
-                    content, self.group, self._tag(self._kind), timedelta(seconds=self.timeout_seconds)
-                )
+                gathered = tree.gather(content, self.group, _tag(self._kind), timedelta(seconds=self.timeout_seconds))
             except Exception as lost:  # gloo raises RuntimeError, or DistBackendError if the peer has ended
                 raise (error or self._not_made_by_all(call, lost)) from lost
             everyones = [pickle.loads(each) for each in gathered]
@@ -186,19 +181,15 @@ class Agreement:
         complete as well.
         """
         assert self.group is not None
-        work = direct.all_reduce(message, op, self.group, peer_memory, self._tag(kind))
-        self._latest[kind] = direct.Begun(self._completed(self._latest.get(kind), work))
+        rest = tree.all_reduce(message, op, self.group, _tag(kind), peer_memory)
+        next(rest)
+        self._latest[kind] = direct.Begun(self._completed(self._latest.get(kind), rest))
         return self._latest[kind]
 
-    def _completed(self, before: dist.Work | None, work: dist.Work) -> Iterator[None]:
+    def _completed(self, before: dist.Work | None, rest: Iterator[None]) -> Iterator[None]:
         if before is not None:  # a rank forwards messages while it waits, so all ranks must wait in the same order
             before.wait()
-        work.wait()
-        yield
-
-    def _tag(self, kind: int) -> int:
-        """The tag of this run's messages of ``kind``."""
-        return tree.FIRST_TAG + KINDS + self.run * KINDS + kind
+        yield from rest
 
     def _not_made_by_all(self, call: str, error: Exception) -> RuntimeError:
         return RuntimeError(
@@ -213,41 +204,33 @@ def _channel(timeout_seconds: float) -> dist.ProcessGroup:
     return group
 
 
-KINDS = 8
-"""Number of tags per run. Messages that may be in flight at the same time have different tags."""
 OF_RUN, IN_STEP, STEP_SYNC, IN_BACKGROUND, READS = range(5)
-"""Kinds: agreements of the main thread; the engine's; the step sync's, which are sent ahead; those of a save in the
-background; barriers (:mod:`~lightning_zero.comm.barrier`)."""
+"""Kinds of messages: agreements of the main thread; the engine's; the step sync's, which are sent ahead; those of a
+save in the background; barriers (:mod:`~lightning_zero.comm.barrier`)."""
 
 
-class _Shared:
-    """The agreements of a default process group by ``timeout_seconds``, and how many runs have asked for one."""
-
-    def __init__(self) -> None:
-        self.agreements: dict[float, Agreement] = {}
-        self.asked = 0
+def _tag(kind: int) -> int:
+    return tree.FIRST_TAG + 1 + kind
 
 
-_shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
+_shared: WeakKeyDictionary[dist.ProcessGroup, dict[float, Agreement]] = WeakKeyDictionary()
+"""Default process group -> ``timeout_seconds`` -> agreement."""
 
 
 def shared_agreement(timeout_seconds: float) -> Agreement:
-    """Returns the agreement for a run that begins in this default process group (collective, main thread only).
+    """Returns the agreement of all runs in this default process group (collective, main thread only).
 
-    All runs with this ``timeout_seconds`` share one channel. A gloo group holds three threads and its sockets until the
-    process group ends, and a strategy cannot close its own at the end of a run, because a trainer saves after ``fit``
-    as well.
+    A gloo group holds three threads and its sockets until the process group ends, and a strategy cannot close its own
+    at the end of a run, because a trainer saves after ``fit`` as well.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Agreement(timeout_seconds)
     world = dist.group.WORLD
     assert world is not None
-    shared = _shared.setdefault(world, _Shared())
-    shared.asked += 1
-    before = shared.agreements.get(timeout_seconds)
-    made = Agreement(timeout_seconds, group=None if before is None else before.group, run=shared.asked)
-    shared.agreements[timeout_seconds] = made
-    return made
+    shared = _shared.setdefault(world, {})
+    if timeout_seconds not in shared:
+        shared[timeout_seconds] = Agreement(timeout_seconds)
+    return shared[timeout_seconds]
 
 
 def forget_shared() -> None:

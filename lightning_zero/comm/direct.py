@@ -6,7 +6,6 @@ each rank reads from every other rank exactly the elements that it needs, Ψ(N-1
 
     all_gather       the shard of every other rank, read directly into its place in the output
     reduce_scatter   my part of every other rank's tensor, read piece by piece; each piece is added to my own part
-    all_reduce       of a few numbers, along the tree of comm.tree
 
 A call begins an exchange, by offering this rank's tensors, and returns a work. ``wait()`` reads those of the others.
 When it returns, the exchange is complete.
@@ -31,7 +30,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightning_zero.comm import tree
 from lightning_zero.comm.peer_memory import Offer, PeerMemory
 
 PIECE_BYTES = 2**19
@@ -159,20 +157,6 @@ class Begun(dist.Work):
             self._then()
             self._then = None
         return True
-
-
-@torch.no_grad()
-def all_reduce(
-    message: Tensor,
-    op: Any,
-    group: dist.ProcessGroup,
-    peer_memory: PeerMemory | None = None,
-    tag: int = tree.FIRST_TAG,
-) -> dist.Work:
-    """Reduces ``message``, a few numbers (1D), over the ranks in place; ``op`` is a sum or a maximum."""
-    rest = tree.all_reduce(message, op, group, tag, peer_memory)
-    next(rest)
-    return Begun(rest)
 
 
 class ReduceScatter:

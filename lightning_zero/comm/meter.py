@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import wraps
 from typing import Any
 
@@ -24,9 +24,6 @@ from lightning_zero.comm.costs import wire_bytes
 from lightning_zero.errors import MovedError
 from lightning_zero.private.torch import TESTED
 
-# (arguments by name, number of ranks) -> bytes of the full tensor
-Size = Callable[[dict[str, Any], int], float]
-
 
 def _nbytes(tensors: Any) -> float:
     if isinstance(tensors, Tensor):
@@ -34,31 +31,26 @@ def _nbytes(tensors: Any) -> float:
     return sum(map(_nbytes, tensors)) if isinstance(tensors, Iterable) else 0.0
 
 
-def _of(argument: str, per_rank: bool = False) -> Size:
-    return lambda call, n: _nbytes(call.get(argument)) * (n if per_rank else 1)
-
-
-_EAGER: dict[str, tuple[str, tuple[str, ...], Size]] = {
-    # name -> collective, its leading parameters in order, size
-    "all_gather_single": ("all_gather", ("output", "input", "group"), _of("output")),
-    "all_gather_into_tensor": ("all_gather", ("output_tensor", "input_tensor", "group"), _of("output_tensor")),
-    "all_gather": ("all_gather", ("tensor_list", "tensor", "group"), _of("tensor_list")),
-    "reduce_scatter_single": ("reduce_scatter", ("output", "input", "op", "group"), _of("input")),
-    "reduce_scatter_tensor": ("reduce_scatter", ("output", "input", "op", "group"), _of("input")),
-    "reduce_scatter": ("reduce_scatter", ("output", "input_list", "op", "group"), _of("input_list")),
-    "all_reduce": ("all_reduce", ("tensor", "op", "group"), _of("tensor")),
-    "broadcast": ("broadcast", ("tensor", "src", "group"), _of("tensor")),
+_EAGER: dict[str, tuple[str, tuple[str, ...], str]] = {
+    # name -> collective, its leading parameters in order, the one that holds the full tensor
+    "all_gather_single": ("all_gather", ("output", "input", "group"), "output"),
+    "all_gather_into_tensor": ("all_gather", ("output_tensor", "input_tensor", "group"), "output_tensor"),
+    "all_gather": ("all_gather", ("tensor_list", "tensor", "group"), "tensor_list"),
+    "reduce_scatter_single": ("reduce_scatter", ("output", "input", "op", "group"), "input"),
+    "reduce_scatter_tensor": ("reduce_scatter", ("output", "input", "op", "group"), "input"),
+    "reduce_scatter": ("reduce_scatter", ("output", "input_list", "op", "group"), "input_list"),
+    "all_reduce": ("all_reduce", ("tensor", "op", "group"), "tensor"),
+    "broadcast": ("broadcast", ("tensor", "src", "group"), "tensor"),
     "all_to_all_single": (
         "all_to_all",
         ("output", "input", "output_split_sizes", "input_split_sizes", "group"),
-        _of("input"),
+        "input",
     ),
 }
-_DIRECT: dict[str, tuple[str, tuple[str, ...], Size]] = {
-    "all_gather": ("all_gather", ("output", "shard", "group"), _of("output")),
-    "all_gather_each": ("all_gather", ("outputs", "shards", "group"), _of("outputs")),
-    "reduce_scatter": ("reduce_scatter", ("output", "full", "group"), _of("full")),
-    "all_reduce": ("all_reduce", ("message", "op", "group"), _of("message")),
+_DIRECT: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "all_gather": ("all_gather", ("output", "shard", "group"), "output"),
+    "all_gather_each": ("all_gather", ("outputs", "shards", "group"), "outputs"),
+    "reduce_scatter": ("reduce_scatter", ("output", "full", "group"), "full"),
 }
 """Our own exchanges between CPU processes."""
 _ALIASES = {"output_tensor": "output", "input_tensor": "input"}
@@ -90,10 +82,10 @@ class TrafficMeter:
             return
         _check_names()
         for module in (dist, c10d):
-            for name, (kind, parameters, size) in _EAGER.items():
-                self._replace(module, name, kind, parameters, size)
-        for name, (kind, parameters, size) in _DIRECT.items():
-            self._replace(direct, name, kind, parameters, size)
+            for name, (kind, parameters, full) in _EAGER.items():
+                self._replace(module, name, kind, parameters, full)
+        for name, (kind, parameters, full) in _DIRECT.items():
+            self._replace(direct, name, kind, parameters, full)
 
     def remove(self) -> None:
         """Restores torch's functions, except those that other code has replaced meanwhile."""
@@ -110,17 +102,17 @@ class TrafficMeter:
             self.sent[kind] += moved  # type: ignore[assignment]
             self.received[kind] += moved  # type: ignore[assignment]
 
-    def _replace(self, module: Any, name: str, kind: str, parameters: tuple[str, ...], size: Size) -> None:
+    def _replace(self, module: Any, name: str, kind: str, parameters: tuple[str, ...], full: str) -> None:
         original = getattr(module, name, None)
         if original is None:  # this torch has only the other of two names: see _check_names
             return
         # dist and c10d hold the same function and must get the same counting one, or a call would count twice.
         made = next((c for _, _, o, c in self._undo if o is original), None)
-        counting = made or self._counting(original, kind, parameters, size)
+        counting = made or self._counting(original, kind, parameters, full)
         setattr(module, name, counting)
         self._undo.append((module, name, original, counting))
 
-    def _counting(self, original: Any, kind: str, parameters: tuple[str, ...], size: Size) -> Any:
+    def _counting(self, original: Any, kind: str, parameters: tuple[str, ...], full: str) -> Any:
         depth = self._depth
 
         @wraps(original)
@@ -132,18 +124,18 @@ class TrafficMeter:
                 return original(*args, **kwargs)
             finally:
                 depth.value = 0
-                self._count(kind, dict(zip(parameters, args, strict=False)) | kwargs, size)
+                self._count(kind, dict(zip(parameters, args, strict=False)) | kwargs, full)
 
         return call
 
-    def _count(self, kind: str, call: dict[str, Any], size: Size) -> None:
+    def _count(self, kind: str, call: dict[str, Any], full: str) -> None:
         for old, new in _ALIASES.items():
             call = {**call, new: call.get(old, call.get(new)), old: call.get(new, call.get(old))}
         n = dist.get_world_size(call.get("group"))
         self.calls[kind] += 1
         if n <= 1:
             return
-        nbytes = size(call, n)
+        nbytes = _nbytes(call.get(full))
         if kind == "broadcast":
             source = call.get("src", call.get("group_src", 0)) == dist.get_rank()
             (self.sent if source else self.received)[kind] += nbytes  # type: ignore[assignment]

@@ -25,10 +25,10 @@ import pickle
 import socket
 import struct
 import sys
+import uuid
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -276,11 +276,8 @@ class _Link:
 class _Card:
     """A rank's introduction to the others."""
 
-    host: str  # equal on ranks that share process ids and local sockets
     pid: int
-    parent: int
-    name: bytes  # name of the socket that it listens on
-    sample: bytes
+    name: bytes  # of the socket that it listens on; no other host has the same
     sample_address: int
 
 
@@ -291,16 +288,16 @@ def _links_of_host(group: dist.ProcessGroup, timeout_seconds: float) -> dict[int
     """
     if group.size() == 1 or sys.platform != "linux":
         return {}
-    rank, sample = group.rank(), ctypes.create_string_buffer(os.urandom(15))
+    # Where only ancestors may trace a process (``kernel.yama.ptrace_scope`` is 1), allow it to all of this user's.
+    _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+    sample, links = ctypes.c_size_t(), dict[int, _Link]()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.settimeout(_CONNECT_SECONDS)
-        listener.bind("")  # an abstract address that the kernel chooses: nothing to delete afterwards
+        listener.bind(b"\0lightning_zero-" + uuid.uuid4().hex.encode())  # abstract: nothing to delete afterwards
         listener.listen(group.size())
-        name, address = listener.getsockname(), ctypes.addressof(sample)
-        card = _Card(_host(), os.getpid(), os.getppid(), name, sample.raw, address)
-        cards = _gather(card, group)
-        links: dict[int, _Link] = {}
-        works = len({card.host for card in cards}) == 1 and _connect(links, rank, cards, listener)
+        cards = _gather(_Card(os.getpid(), listener.getsockname(), ctypes.addressof(sample)), group)
+        # The higher rank connects, the lower one accepts: a link per pair
+        works = all(_gather(_connect(links, cards[: group.rank()]), group)) and _accept(links, cards, listener)
     everyones = _gather(works, group)  # keep the sample alive until here: all ranks have read it now
     if not all(everyones):
         for link in links.values():
@@ -311,65 +308,54 @@ def _links_of_host(group: dist.ProcessGroup, timeout_seconds: float) -> dict[int
         link.socket.settimeout(None)
         link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    return {other: links[other] for other in sorted(links, key=lambda other: (rank - other) % group.size())}
+    return {other: links[other] for other in sorted(links, key=lambda other: (group.rank() - other) % group.size())}
 
 
 def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     return [pickle.loads(each) for each in tree.gather(pickle.dumps(mine), group, tree.FIRST_TAG)]
 
 
-def _host() -> str:
-    """Identifies this boot of this machine and the namespaces of this process."""
+def _connect(links: dict[int, _Link], cards: Sequence[_Card]) -> bool:
+    """Connects to the ranks that ``cards`` are of; fails at once if one is in another network or process namespace."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return " ".join([boot.strip(), *(os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid"))])
-    except OSError:
-        return os.urandom(16).hex()  # equals no other rank's
-
-
-def _connect(links: dict[int, _Link], rank: int, cards: Sequence[_Card], listener: socket.socket) -> bool:
-    """Connects every two ranks; returns whether this rank may read all others."""
-    ranks = {card.pid: other for other, card in enumerate(cards)}
-    try:
-        _allow_reads(cards)
-        for other, card in enumerate(cards[:rank]):  # the higher rank connects, the lower one accepts: a link per pair
+        for rank, card in enumerate(cards):
             made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            links[other] = _Link(card.pid, made)
+            links[rank] = _Link(card.pid, made)
             made.settimeout(_CONNECT_SECONDS)
             made.connect(card.name)
-        while len(links) < len(cards) - 1:
-            made, _ = listener.accept()
-            made.settimeout(_CONNECT_SECONDS)
-            pid, _, _ = struct.unpack("3i", made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if pid in ranks:  # other processes may connect, too
-                links[ranks[pid]] = _Link(pid, made)
-            else:
-                made.close()
-        for link in links.values():
-            link.socket.send(b"!")
-        for link in links.values():
-            link.socket.recv(1)  # the peer has called prctl, so reads are allowed from here on
-        return all(_can_read(cards[other]) for other in links)
+            if _pid_of(made) != card.pid:
+                return False
     except OSError:
         return False
+    return True
 
 
-def _allow_reads(cards: Collection[_Card]) -> None:
-    """Allows all descendants of the process that started these ranks to read this one.
+def _accept(links: dict[int, _Link], cards: Sequence[_Card], listener: socket.socket) -> bool:
+    """Accepts the other ranks, which have connected already; returns whether this rank may read all of them."""
+    ranks = {card.pid: rank for rank, card in enumerate(cards)}
+    try:
+        while len(links) < len(cards) - 1:
+            made, _ = listener.accept()
+            if (rank := ranks.get(_pid_of(made))) is not None:
+                links[rank] = _Link(cards[rank].pid, made)
+            else:  # another process of this host
+                made.close()
+    except OSError:
+        return False
+    return all(_can_read(cards[rank]) for rank in links)
 
-    Needed if only ancestors may trace a process (``kernel.yama.ptrace_scope`` is 1)."""
-    common = set.intersection(*({card.pid, card.parent} for card in cards))
-    for pid in list(common)[:1]:
-        _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
-
-_PR_SET_PTRACER = 0x59616D61
-"""Defined in ``<linux/prctl.h>``."""
+def _pid_of(connected: socket.socket) -> int:
+    """The process at the other end of a socket."""
+    pid, _, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(pid)
 
 
 def _can_read(card: _Card) -> bool:
-    found = ctypes.create_string_buffer(len(card.sample))
-    size = len(card.sample)
-    return _read_memory(card.pid, [(ctypes.addressof(found), card.sample_address, size)]) == size and (
-        found.raw == card.sample
-    )
+    found = ctypes.c_size_t()
+    size = ctypes.sizeof(found)
+    return _read_memory(card.pid, [(ctypes.addressof(found), card.sample_address, size)]) == size
+
+
+_PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
+"""Defined in ``<linux/prctl.h>``."""

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 FIRST_TAG = 8000
-"""Lowest tag of the messages here: above those of the direct exchange, and unlikely to be used by a user's own."""
+"""Lowest tag of the messages here; user code is unlikely to use it."""
 
 
 def parent(rank: int) -> int:

@@ -25,7 +25,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -39,15 +39,13 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_zero.comm.agree import forget_shared
 from lightning_zero.host import allow_open_files, files_of_a_run, interface_to
-from lightning_zero.launch import failure, rendezvous, restart, supervisor, tracebacks
+from lightning_zero.launch import failure, rendezvous, restart, supervisor
 from lightning_zero.launch.environment import check_world
 from lightning_zero.launch.session import (
-    GRACE_SECONDS,
     current,
     end_session,
     hydra_output_dir,
     start_session,
-    tell_supervisor,
 )
 from lightning_zero.launch.step_sync import sync_steps
 from lightning_zero.private.check import check
@@ -56,6 +54,7 @@ from lightning_zero.private.lightning import (
     GlobalStateSnapshot,
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
+    TunerExit,
     backend_of,
     choose_port_again,
     set_launcher,
@@ -88,7 +87,7 @@ def choose_start_method(method: str, num_processes: int) -> str:
 
 
 refusal: tuple[str | None, str] | None = None
-"""The Hydra job (``None`` outside of Hydra), and the reason why its ranks cannot make another run."""
+"""The Hydra job (``None`` outside of Hydra) of a run that failed, and its error: no other run may follow it."""
 
 
 class PopenLauncher(SubprocessScriptLauncher):
@@ -111,14 +110,14 @@ class PopenLauncher(SubprocessScriptLauncher):
         _refuse_after_failure()
         check_world(self.cluster_environment, self.num_processes, self.num_nodes)
         args, kwargs = _continued(function, args, kwargs, trainer)
-        failure.save_again()
         if failure.ERROR_FILE in os.environ or self._starts_ranks:
             failure.report_errors()
         try:
             self._find_ranks()
             return function(*args, **kwargs)
         except BaseException as error:
-            self._end_after(error, trainer)
+            if self.num_processes * self.num_nodes > 1 and not isinstance(error, TunerExit):
+                self._end_after(error, trainer)
             raise
 
     @property
@@ -129,74 +128,54 @@ class PopenLauncher(SubprocessScriptLauncher):
 
     def _find_ranks(self) -> None:
         """Starts the other ranks of this machine unless they exist."""
-        if current() is not None:
-            tell_supervisor("run begins")
-        elif self._starts_ranks:
+        if self._starts_ranks and current() is None:
             _drop_process_group()
             start_session(
                 *(self.cluster_environment, self.num_processes, self.num_nodes, self._log_folder, program_arguments)
             )
-        elif failure.ERROR_FILE in os.environ:
+        elif error_file := os.environ.get(failure.ERROR_FILE):
             if dist.is_initialized() and dist.get_world_size() == 1:
                 _drop_process_group()
-            failure.note_scratch()
+            failure.note_scratch(error_file)
         set_num_threads_if_needed(num_processes=self.num_processes)
         atexit.unregister(destroy_process_group)
         atexit.register(destroy_process_group)
 
     def _end_after(self, error: BaseException, trainer: Any) -> None:
-        """Handles ``error``, which a run has raised; see :mod:`~lightning_zero.launch.failure`."""
-        global refusal
-        if isinstance(error, SystemExit):
-            if error.code == supervisor.PREEMPTED_EXIT_CODE:
-                end_session("preempted")
-            else:
-                self._end_other_ranks(error, failure.Verdict(None))
-            return
+        """Handles ``error``, which a run of several ranks has raised; see :mod:`~lightning_zero.launch.failure`."""
         session = current()
-        if self._starts_ranks and session is None:  # no rank was started, so there is none to end or to ask
+        if session is None and self._starts_ranks:
             failure.note(error, "the run did not begin")
             return
-        if session is not None:
-            session.log(tracebacks.full(error))
-        is_over = session.lacks_a_rank if session is not None else lambda: False
-        verdict = failure.judge(error, self._strategy, trainer, is_over)
-        if verdict.alike:
-            tell_supervisor("all raised")
-            headline = "all ranks failed alike, rank 0 with" if self.num_processes > 1 else "the run failed with"
-            failure.note(error, headline)
+        if error_file := session.error_file if session is not None else os.environ.get(failure.ERROR_FILE):
+            failure.write(error, error_file)  # first of all: its time says which rank failed first
+        if failure.is_agreed(error):  # the ranks end by themselves
             return
-        refusal = hydra_output_dir(), f"{tracebacks.summary(error)}, {verdict.why}"
-        if trainer is not None:
-            failure.skip_saves(trainer, str(verdict.why), verdict.first in (None, self._strategy.global_rank))
-        self._end_other_ranks(error, verdict)
-
-    def _end_other_ranks(self, error: BaseException, verdict: failure.Verdict) -> None:
-        """Ends the other ranks after ``error``, which not all ranks have raised."""
-        global refusal
-        if self._strategy.queues_collectives:
-            # Before Lightning's teardown, which frees device memory. That waits for all queued work, even for a
-            # collective that other ranks never join.
-            _drop_process_group()
-        session = current()
+        self._leave_run(error, trainer)
         if session is None:
             failure.end_soon()
             failure.note(error, "this rank failed with")
             return
-        is_interrupt = isinstance(error, KeyboardInterrupt)
-        found = end_session("interrupted" if is_interrupt else "failed").get("failed")
-        first = session.first_rank
-        if found:
-            cause, is_shown = f"rank {found['rank']} {found['what']}", True
-        elif verdict.first is not None and verdict.first != first:  # a rank of another machine
-            cause, is_shown = f"rank {verdict.first} failed: {verdict.what}", False
+        session.log(failure.full(error))
+        if cause := end_session(failed=True):
+            failure.note(error, f"rank {session.first_rank} has ended after that", is_effect=True)
+            if hasattr(error, "add_note"):
+                error.add_note(f"lightning_zero: {cause} before this.")
         else:
-            failure.note(error, f"rank {first} failed with")
-            return
-        refusal = hydra_output_dir(), cause
-        failure.note(error, f"rank {first} has ended because of that", is_effect=is_shown)
-        if hasattr(error, "add_note"):
-            error.add_note(f"lightning_zero: {cause} before this.")
+            failure.note(error, f"rank {session.first_rank} failed with")
+
+    def _leave_run(self, error: BaseException, trainer: Any) -> None:
+        """Makes this rank wait for no other, because the others may be anywhere."""
+        global refusal
+        if trainer is not None:
+            why = "after an error of one rank the others cannot take part in a save"
+            failure.skip_saves(trainer, why, tells=self._strategy.is_global_zero)
+        if current() is not None or (dist.is_initialized() and dist.get_world_size() == self._strategy.world_size):
+            refusal = hydra_output_dir(), failure.summary(error)
+        if self._strategy.queues_collectives:
+            # Before Lightning's teardown, which frees device memory. That waits for all queued work, even for a
+            # collective that other ranks never join.
+            _drop_process_group()
 
     def kill(self, signum: int) -> None:
         """Does nothing: the supervisor ends the other ranks, and signals of this rank are not forwarded to them."""
@@ -215,22 +194,24 @@ def _continued(function: Callable[..., Any], args: Any, kwargs: Any, trainer: An
 def _end_session_of_an_earlier_job() -> None:
     """Ends the ranks of the preceding job of a sweep in this process: each job has its own ranks."""
     session = current()
-    if session is not None and session.job != hydra_output_dir() and (failed := end_session().get("failed")):
-        raise RuntimeError(f"rank {failed['rank']} of an earlier job {failed['what']}.")
+    if session is not None and session.job != hydra_output_dir() and (cause := end_session()):
+        raise RuntimeError(f"an earlier job of this process has failed: {cause}.")
 
 
 def _refuse_after_failure() -> None:
-    """Refuses a run after one that failed on some ranks only.
+    """Refuses a run after one of several ranks that failed.
 
-    New ranks would execute this script from its top. They would train its first run while rank 0 trains a later one.
+    The ranks may be at different places. New ranks would execute this script from its top: they would train its first
+    run while rank 0 trains a later one.
 
     Raises:
         RuntimeError: With the cause of the earlier failure.
     """
     if refusal is not None and refusal[0] == hydra_output_dir():
         error = RuntimeError(
-            f"this script cannot start another run after one that failed on some ranks only ({refusal[1]}): the ranks"
-            " have diverged. Repair the cause and start the script again."
+            f"this script cannot start another run after one of several ranks that failed ({refusal[1]}): the ranks may"
+            " have diverged. Repair the cause and start the script again, or use ZeroStrategy(start_method='spawn'),"
+            " with which each run starts its own ranks."
         )
         failure.note(error, "this run did not begin")
         raise error
@@ -264,12 +245,17 @@ class ProcessesLauncher(MultiProcessingLauncher):
     ranks within seconds when one fails.
     """
 
+    _skipped: Sequence[Callable[[], None]] = ()
+    """Undo the replacement of saves after a run that failed."""
+
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         strategy, environment = self.strategy, self.strategy.cluster_environment
         check_world(environment, strategy.num_processes, getattr(strategy, "num_nodes", 1))
         if environment.creates_processes_externally:
             return function(*args, **kwargs)
-        failure.save_again()
+        for save_again in self._skipped:
+            save_again()
+        self._skipped = []
         self.refuse_second_fit(trainer)
         before = dict(os.environ)
         self.folder = tempfile.mkdtemp(prefix="lightning_zero-")
@@ -285,7 +271,8 @@ class ProcessesLauncher(MultiProcessingLauncher):
             return results
         except BaseException:
             if trainer is not None:
-                failure.skip_saves(trainer, "the processes that held the state of the training have ended")
+                why = "the processes that held the state of the training have ended"
+                self._skipped = failure.skip_saves(trainer, why)
             raise
         finally:
             self.kill(signal.SIGKILL)
@@ -311,7 +298,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
             ) from error
         self.procs = context.processes
         try:
-            while not context.join(grace_period=GRACE_SECONDS["failed"]):
+            while not context.join(grace_period=supervisor.SECONDS[supervisor.State.ENDING]):
                 pass
         finally:
             for path in context.error_files:
@@ -361,9 +348,6 @@ SAME_DEVICES = (
     "Give every Trainer of a script the same devices=. A Trainer that works alone (a test after a fit) can use"
     " strategy='auto'."
 )
-
-_FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-"""Make PyTorch record each rank's latest collectives, and write them to a file when NCCL's watchdog ends a rank."""
 
 
 def _check_group(world_size: int) -> None:
@@ -428,9 +412,6 @@ class Launched(DDPStrategy):
             is_over = session.lacks_a_rank if (session := current()) is not None else lambda: False
             at = environment.main_address, environment.main_port
             store = rendezvous.meet(*at, rank, size, expected, is_over)
-            if "nccl" in backend:
-                for name, value in _FLIGHT_RECORDER.items():
-                    os.environ.setdefault(name, value)
             dist.init_process_group(
                 backend,
                 store=store,

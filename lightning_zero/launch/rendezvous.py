@@ -1,8 +1,7 @@
 """Rendezvous of a run's ranks at a key-value store, which global rank 0 (or torchrun's agent) serves.
 
 Rank 0 names the ranks that it waits for. The wait ends after :data:`START_SECONDS`, independently of the timeout of
-collectives. The store lives as long as the ranks, because it also carries their messages after a failure, when no
-collective is safe (:mod:`~lightning_zero.launch.failure`).
+collectives.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -24,8 +22,6 @@ START_SECONDS = "LIGHTNING_ZERO_START_SECONDS"
 take minutes on a busy file system."""
 PATIENCE_SECONDS = 5.0
 """Seconds until rank 0 reports the missing ranks. Each further report takes twice as long as the one before."""
-_WORD_SECONDS = 12.0
-"""Seconds to connect to the store for a message about a failure."""
 _POLL_SECONDS = 0.05
 _ASKED_PER_SECOND = 20_000
 """Upper bound of requests to a store by all ranks together. On two cores one process makes 55,000 per second."""
@@ -40,20 +36,8 @@ class RankLost(RuntimeError):
     """Another rank ended before the run began; the supervisor has shown why."""
 
 
-@dataclass
-class _Connection:
-    """The store that this process serves or is connected to."""
-
-    address: str
-    port: int
-    store: Any
-    round: str = "lightning_zero"
-    """The latest round of this process there."""
-    failures: int = 0
-    """How often this process has asked for :func:`words`."""
-
-
-_connection: _Connection | None = None
+_stores: dict[tuple[str, int], Any] = {}
+"""Address and port -> the store that this process serves there, or is connected to."""
 
 
 def serve(address: str, port: int = 0) -> int:
@@ -63,23 +47,14 @@ def serve(address: str, port: int = 0) -> int:
         address: Name of this host.
         port: 0 chooses a free port. No other program can take it before the ranks connect.
     """
-    global _connection
     store = _open(address, port, serves=True, seconds=start_seconds())
-    _connection = _Connection(address, int(store.port), store)
-    return _connection.port
+    _stores[address, store.port] = store
+    return int(store.port)
 
 
 def forget() -> None:
     """Forgets the store, because the ranks of a session have ended."""
-    global _connection
-    _connection = None
-
-
-def words(address: str, port: int, rank: int) -> Any:
-    """Returns a store for messages about one failure; connects if necessary. Ranks that ask equally often share it."""
-    found = _connect(address, port, rank, _WORD_SECONDS)
-    found.failures += 1
-    return dist.PrefixStore(f"{found.round}/failure{found.failures}", found.store)
+    _stores.clear()
 
 
 def meet(
@@ -100,9 +75,10 @@ def meet(
     """
     limit = start_seconds()
     began = time.monotonic()
-    found = _connect(address, port, rank, limit)
-    base = found.store
-    base.set_timeout(timedelta(seconds=limit))  # a connection for messages has a shorter timeout
+    if (address, port) not in _stores:
+        serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent does
+        _stores[address, port] = _open(address, port, serves, limit)
+    base = _stores[address, port]
     barrier = _Round(base, rank, size)
     next_word = PATIENCE_SECONDS
     while not barrier.has_begun():
@@ -124,7 +100,6 @@ def meet(
                 print(f"lightning_zero: {text}; it keeps waiting, {limit:.0f} s in total.", file=sys.stderr, flush=True)
             next_word *= 2
         time.sleep(max(_POLL_SECONDS, size / _ASKED_PER_SECOND))
-    found.round = barrier.name
     return dist.PrefixStore(barrier.name, base)
 
 
@@ -165,19 +140,6 @@ class _Round:
 
     def _answer(self, rank: int) -> str:
         return f"{self.name}/here/{rank}"
-
-
-def _connect(address: str, port: int, rank: int, seconds: float) -> _Connection:
-    global _connection
-    if _connection is None or (_connection.address, _connection.port) != (address, port):
-        serves = rank == 0 and not is_kept_by_agent()
-        _connection = _Connection(address, port, _open(address, port, serves, seconds))
-    return _connection
-
-
-def is_kept_by_agent() -> bool:
-    """Returns whether torchrun's agent serves the store instead of rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _open(address: str, port: int, serves: bool, seconds: float) -> Any:

@@ -63,10 +63,10 @@ def hydra_folders() -> Any:
     return module.HydraConfig.get().runtime if module is not None and module.HydraConfig.initialized() else None
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> list[str]:
     try:
-        found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["checkpoints"]
-    except (OSError, ValueError, KeyError):
+        found: list[str] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return []
     return found
 
@@ -77,11 +77,10 @@ def note(checkpoint: Mapping[str, Any], filepath: Any) -> None:
     if path is None or "optimizer_states" not in checkpoint:
         return
     absolute = str(filepath) if "://" in str(filepath) else os.path.abspath(filepath)
-    others = [entry for entry in _read(path) if entry["path"] != absolute]
-    entry = {"path": absolute, "step": int(checkpoint.get("global_step", 0))}
+    others = [other for other in _read(path) if other != absolute]
     path.parent.mkdir(exist_ok=True)
     new = path.with_suffix(".new")
-    new.write_text(json.dumps({"checkpoints": [*others, entry][-_KEPT:]}, indent=1), encoding="utf-8")
+    new.write_text(json.dumps([*others, absolute][-_KEPT:], indent=1), encoding="utf-8")
     os.replace(new, path)  # atomic: a kill leaves the old note or the new one
 
 
@@ -90,8 +89,7 @@ def find() -> str | None:
     path = _file()
     if path is None:
         return None
-    newest_first = reversed(_read(path))
-    return next((entry["path"] for entry in newest_first if _is_complete(entry["path"])), None)
+    return next(filter(_is_complete, reversed(_read(path))), None)
 
 
 def _is_complete(path: str) -> bool:
@@ -104,10 +102,10 @@ def forget() -> None:
     """Removes the note of a complete run, and the checkpoints that were saved at interruptions."""
     path = _file()
     if path is not None:
-        for entry in _read(path):
-            if os.path.basename(entry["path"]) == PREEMPTED:
+        for checkpoint in _read(path):
+            if os.path.basename(checkpoint) == PREEMPTED:
                 with contextlib.suppress(OSError):
-                    fs, target = fsspec.core.url_to_fs(entry["path"])
+                    fs, target = fsspec.core.url_to_fs(checkpoint)
                     fs.rm(target, recursive=True)
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):

@@ -7,7 +7,6 @@ processes, environment variables and a temporary folder. ``end_session`` release
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import os
 import select
@@ -15,21 +14,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_zero.launch import rendezvous, supervisor
-from lightning_zero.launch.failure import ERROR_FILE, RANK_LOG, scratch_file
+from lightning_zero.launch.failure import note_scratch
 from lightning_zero.launch.restart import hydra_folders
 
-GRACE_SECONDS = {"failed": 3.0, "preempted": 20.0, "interrupted": 0.3}
-"""Seconds in which the other ranks may end by themselves, by the way in which rank 0 has ended."""
 _ANSWER_SECONDS = 10.0
-"""Additional seconds in which the supervisor must end the ranks and answer."""
+"""Seconds in which the supervisor must end the ranks and answer, after the time that it gives them."""
 _SET_FOR_RANKS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
@@ -62,9 +57,9 @@ class Session:
             WORLD_SIZE=str(num_processes * num_nodes),
         )
         self._folder = tempfile.mkdtemp(prefix="lightning_zero-")
+        self.error_file = supervisor.error_file(self._folder, self.first_rank)
+        note_scratch(self.error_file)
         self._logs = log_folder or (os.path.join(self.job, "ranks") if self.job else None)
-        self._answers: list[dict[str, Any]] = []
-        self._unread = b""
         try:
             self._supervisor = self._start(num_processes, words)
         except BaseException:
@@ -73,37 +68,26 @@ class Session:
         atexit.register(self._at_exit)
 
     def _start(self, num_processes: int, words: list[str]) -> subprocess.Popen[bytes]:
-        command, more_env = _program(words)
+        command, env = _program(words)
         if self._logs:
             Path(self._logs).mkdir(parents=True, exist_ok=True)
-        ranks = []
-        for local_rank in range(1, num_processes):
-            rank = self.first_rank + local_rank
-            error = os.path.join(self._folder, f"error{rank}.json")
-            log = self._log_of(rank)
-            env = {**os.environ, **more_env, "LOCAL_RANK": str(local_rank), ERROR_FILE: error, RANK_LOG: log or ""}
-            spec = {"rank": rank, "command": command, "env": env, "log": log, "error": error}
-            ranks.append({**spec, "scratch": str(scratch_file(error))})
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         stdout = os.dup(1)
+        job = hydra_folders()  # a Hydra job may have changed to its own folder
+        cwd = os.getcwd() if job is None else str(job.cwd)
+        logs = [self._log_of(self.first_rank + local_rank) or "" for local_rank in range(1, num_processes)]
+        plan = {"command": command, "cwd": cwd, "env": env, "stdout": stdout}
+        plan |= {"folder": self._folder, "rank0": self.first_rank, "pid": self.owner, "logs": logs}
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", supervisor.__file__],
+            return subprocess.Popen(
+                [sys.executable, "-I", "-S", supervisor.__file__, json.dumps(plan)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=[stdout],
             )
         finally:
             os.close(stdout)
-        job = hydra_folders()  # a Hydra job may have changed to its own folder
-        cwd = os.getcwd() if job is None else str(job.cwd)
-        plan = {"ranks": ranks, "cwd": cwd, "folder": self._folder, "stdout": stdout}
-        plan |= {"scratch": get_temp_dir(), "rank0": self.first_rank}
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(plan).encode() + b"\n")
-        process.stdin.flush()
-        return process
 
     def _log_of(self, rank: int) -> str | None:
         return os.path.join(self._logs, f"rank{rank}.log") if self._logs else None
@@ -114,57 +98,26 @@ class Session:
             with open(path, "a", encoding="utf-8", errors="replace") as file:
                 file.write(text)
 
-    # -- messages of the supervisor ------------------------------------------------------------------------------
-
-    def tell(self, event: str, seconds: float | None = None) -> None:
-        """Sends an event of the supervisor's table to the supervisor."""
-        stdin = self._supervisor.stdin
-        assert stdin is not None
-        with contextlib.suppress(OSError, ValueError):
-            stdin.write(json.dumps({"do": event, "seconds": seconds}).encode() + b"\n")
-            stdin.flush()
-
     def lacks_a_rank(self) -> bool:
-        """Returns whether another rank has ended in an error."""
-        self._recv(0.0)
-        return any("lost" in answer for answer in self._answers)
-
-    def _recv(self, seconds: float) -> bool:
-        """Reads answers of the supervisor, waiting ``seconds`` for the first; returns whether there was any data."""
+        """Returns whether another rank has ended in an error, of which the supervisor sends a line."""
         assert self._supervisor.stdout is not None
-        number = self._supervisor.stdout.fileno()
-        if not select.select([number], [], [], seconds)[0] or not (chunk := os.read(number, 1 << 16)):
-            return False
-        *lines, self._unread = (self._unread + chunk).split(b"\n")
-        self._answers += map(json.loads, lines)
-        return True
-
-    def _last_words(self, seconds: float) -> dict[str, Any]:
-        deadline = time.monotonic() + seconds
-        while True:
-            if found := next((answer for answer in self._answers if "ended" in answer), None):
-                return found
-            if not self._recv(max(0.0, deadline - time.monotonic())):
-                return {}
+        return bool(select.select([self._supervisor.stdout], [], [], 0.0)[0])
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def end(self, how: str) -> dict[str, Any]:
-        """Ends the other ranks, restores the environment, and returns the supervisor's last answer."""
+    def end(self, failed: bool) -> str:
+        """Ends the other ranks, restores the environment, and returns the failure that the supervisor has shown."""
         atexit.unregister(self._at_exit)
-        if how == "clean" and dist.is_available() and dist.is_initialized():
+        if not failed and dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
-        seconds = GRACE_SECONDS.get(how)
-        self.tell("rank 0 done" if how == "clean" else "rank 0 failed", seconds)
-        answer = self._last_words((seconds or supervisor.SECONDS[supervisor.State.FINISHING]) + _ANSWER_SECONDS)
-        if not answer:
+        limit = supervisor.SECONDS[supervisor.State.FINISHING] + _ANSWER_SECONDS
+        try:
+            answer, _ = self._supervisor.communicate(b"rank 0 failed" if failed else b"rank 0 done", limit)
+        except subprocess.TimeoutExpired:
             self._supervisor.kill()
-        self._supervisor.wait()
-        for stream in (self._supervisor.stdin, self._supervisor.stdout):
-            with contextlib.suppress(OSError):
-                stream.close()  # type: ignore[union-attr]
+            answer, _ = self._supervisor.communicate()
         self._give_back()
-        return answer
+        return answer.decode().strip()
 
     def _give_back(self) -> None:
         rendezvous.forget()
@@ -179,9 +132,8 @@ class Session:
         if os.getpid() != self.owner:  # a forked data loader worker
             return
         # The interpreter sets last_type when it ends with an uncaught exception, here one after a successful run
-        how = "failed" if hasattr(sys, "last_type") else "clean"
-        answer = end_session(how)
-        if how == "clean" and (answer.get("failed") or answer.get("late")):
+        failed = hasattr(sys, "last_type")
+        if end_session(failed) and not failed:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
@@ -204,24 +156,18 @@ def start_session(
     return _session
 
 
-def end_session(how: str = "clean") -> dict[str, Any]:
+def end_session(failed: bool = False) -> str:
     """Ends the session of this process, if any: processes, process group, variables, files.
 
     Args:
-        how: ``"clean"`` waits until the other ranks finish the program. A key of :data:`GRACE_SECONDS` ends them.
+        failed: End the other ranks at once, instead of waiting until they finish the program.
 
     Returns:
-        The supervisor's last answer: ``ended`` (exit code by rank), ``failed`` (the rank that failed first), ``late``.
+        The failure that has ended the run, in one line, which the supervisor has shown; empty if there was none.
     """
     global _session
     session, _session = _session, None
-    return session.end(how) if session is not None and session.owner == os.getpid() else {}
-
-
-def tell_supervisor(event: str) -> None:
-    """Reports an event of the run (``"run begins"``, ``"all raised"``) to this process's supervisor, if it has one."""
-    if (session := current()) is not None:
-        session.tell(event)
+    return session.end(failed) if session is not None and session.owner == os.getpid() else ""
 
 
 # -- the command of the other ranks ------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
@@ -331,7 +331,13 @@ def sync_steps(trainer: Any, strategy: Any, uneven: Uneven = "error") -> StepSyn
     trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, StepSync)]
     trainer.callbacks.insert(0, watching := StepSync(strategy))
     global _forks_outlast_interrupts
-    _forks_outlast_interrupts = bool(saves_on_exception(trainer))
+    _forks_outlast_interrupts = bool(savers := saves_on_exception(trainer))
+    if savers and trainer.world_size > 1:
+        names = ", ".join(sorted({type(callback).__name__ for callback in savers}))
+        rank_zero_warn(
+            f"{names}: with several ranks it saves on Ctrl-C, but not on an error, after which ranks may be anywhere."
+            " Save at intervals too (ModelCheckpoint(every_n_train_steps=...)), to lose few steps."
+        )
     answer_signals_by(trainer, watching.on_signal)
     if ends_with_shortest:
         watching.undo.callback(change_training_loader(trainer, partial(cut, trainer=trainer, sync=watching)))

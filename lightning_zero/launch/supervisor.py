@@ -6,20 +6,16 @@ code runs.
 
 :data:`TABLE` lists the states of a run and its transitions. In this file, rank 0 is the first rank of its machine.
 
-Which rank failed first? A rank that raises finds out through the ranks' store whether it is the first
-(:mod:`~lightning_zero.launch.failure`), and writes the answer into a file for the supervisor. A rank that was killed or
-stopped cannot do so, but the supervisor notices. Only :meth:`Supervisor._report` combines both sources.
+Which rank failed first? A rank that raises writes its error and the time into a file at once, before other ranks can
+notice (:func:`lightning_zero.launch.failure.write`). A rank that was killed leaves no file; it counts from
+:data:`NOTICE_SECONDS` before the supervisor has noticed. A stopped rank comes first: the others failed because they
+waited for it. The earliest counts (:meth:`Supervisor._first_failure`), once, at the end of the run.
 
-    rank 0 sends      lines of JSON: a plan, then ``{"do": event, "seconds": ...}`` with an event of the table. End of
-                      file means that rank 0 has ended. Two events change no state: ``"run begins"`` forgets errors and
-                      Ctrl-C of earlier runs, ``"all raised"`` says that all ranks have raised one error, which rank 0
-                      shows
-    supervisor sends  lines of JSON: ``{"lost": rank}`` for each rank that ended in an error, last ``{"ended":
-                      {rank: code}, "failed": {...} or None, "late": [rank, ...]}``
-
-The plan: ``ranks`` (for each ``rank``, ``command``, ``env``, the paths ``log``, ``error``, ``scratch``), ``rank0`` (its
-number), ``cwd``, ``folder`` (the session's, removed at the end), ``scratch`` (rank 0's, removed if it was killed),
-``stdout`` (a file descriptor for ranks without a log).
+    argument          the plan, as JSON: ``command``, ``cwd``, ``env`` (in addition to this process's), ``stdout`` (a
+                      file descriptor for ranks without a log), ``folder`` (the session's, removed at the end),
+                      ``rank0`` and ``pid`` (rank 0's numbers), ``logs`` (for each other rank the path, or "")
+    rank 0 sends      at its end ``rank 0 done`` or ``rank 0 failed``
+    supervisor sends  an empty line when another rank has failed, and at the end the cause of a failure in one line
 
 The supervisor is in rank 0's process group, so it gets a terminal's Ctrl-C as well. It cannot rely on rank 0 for that:
 Python raises an exception in rank 0's main thread, which may be caught and dropped, and which comes late while C++ code
@@ -38,12 +34,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+ERROR_FILE = "LIGHTNING_ZERO_ERROR_FILE"
+"""Environment variable of the ranks that are started here: the file into which they write their error."""
+RANK_LOG = "LIGHTNING_ZERO_RANK_LOG"
+"""Environment variable of the ranks that are started here: the file of their output; empty for the terminal."""
 PREEMPTED_EXIT_CODE = 143
 """128 + SIGTERM: the rank was asked to end, and did so after saving."""
 POLL_SECONDS = 0.05
+NOTICE_SECONDS = 0.5
 LOG_TAIL_BYTES = 6000
 
 
@@ -51,215 +52,216 @@ class State(enum.Enum):
     """The states of a run."""
 
     RUNNING = "all ranks run"
-    PRESSED = "rank 0 was asked to end by a second Ctrl-C, and must react now"
-    FAILED = "another rank has failed, and rank 0 must notice"
+    ALARMED = "rank 0 must end: another rank has failed, or Ctrl-C was pressed a second time"
     FINISHING = "rank 0 has finished, and the other ranks finish as well"
-    ENDING = "rank 0 has failed or was asked to end: the other ranks get a moment to end by themselves"
+    ENDING = "rank 0 has failed: the other ranks get a moment to end by themselves"
     OVER = "the remaining ranks are killed"
 
 
 S = State
-ALIVE = (S.RUNNING, S.PRESSED)
 TABLE = (
-    # in one of these states  this event             leads to          after this report
-    ((S.RUNNING,), "second Ctrl-C", S.PRESSED, ""),
-    (ALIVE, "rank failed", S.FAILED, "rank"),
-    (ALIVE, "rank 0 gone", S.OVER, "rank 0 gone"),
-    (ALIVE, "rank 0 done", S.FINISHING, ""),
-    ((S.FAILED,), "rank 0 done", S.ENDING, ""),
-    ((*ALIVE, S.FAILED), "rank 0 failed", S.ENDING, "rank"),
-    ((S.PRESSED, S.FAILED), "time over", S.OVER, "rank 0 killed"),
-    ((S.FAILED,), "rank 0 stopped", S.OVER, "rank 0 killed"),
-    ((S.FINISHING,), "rank failed", S.ENDING, "rank"),
-    ((S.FINISHING,), "time over", S.OVER, "late"),
-    ((S.ENDING,), "time over", S.OVER, ""),
-    ((S.FINISHING, S.ENDING), "all ended", S.OVER, ""),
-    ((S.FAILED, S.FINISHING, S.ENDING), "rank 0 gone", S.OVER, ""),
+    # in one of these states        this event         leads to
+    ((S.RUNNING,), "rank failed", S.ALARMED),
+    ((S.RUNNING,), "second Ctrl-C", S.ALARMED),
+    ((S.RUNNING,), "rank 0 done", S.FINISHING),
+    ((S.ALARMED,), "rank 0 done", S.ENDING),
+    ((S.RUNNING, S.ALARMED), "rank 0 failed", S.ENDING),
+    ((S.FINISHING,), "rank failed", S.ENDING),
+    ((S.FINISHING, S.ENDING), "all ended", S.OVER),
+    ((S.ALARMED, S.FINISHING, S.ENDING), "time over", S.OVER),
+    ((S.RUNNING, S.ALARMED, S.FINISHING, S.ENDING), "rank 0 gone", S.OVER),
 )
 """The first matching row counts. An event that has no row in the current state is ignored."""
-SECONDS = {S.PRESSED: 3.5, S.FAILED: 8.0, S.FINISHING: 60.0, S.ENDING: 1.0}
-"""Seconds until "time over" in a state, unless rank 0 sends another number. Other states have no limit."""
+SECONDS = {S.ALARMED: 5.0, S.FINISHING: 60.0, S.ENDING: 3.0}
+"""Seconds until "time over" in a state, in ``ENDING`` none after a Ctrl-C. Other states have no limit."""
 KILLED = "was killed by SIGKILL, probably out of memory"
 STOPPED = "does not respond, because it is stopped (SIGSTOP)"
+
+
+class Failure(NamedTuple):
+    """How a rank has failed; the smallest is the first."""
+
+    at: float
+    rank: int
+    what: str
+    text: str = ""
+    """The traceback, or the end of the log."""
+    place: Sequence[str] = ()
+    """The error's type, and the lines of code from which it was raised."""
 
 
 class Supervisor:
     """Starts the other ranks of one machine, and lives until all of them have ended."""
 
-    def __init__(self, plan: dict[str, Any], lines: _Lines) -> None:
+    def __init__(self, plan: dict[str, Any]) -> None:
         self.plan = plan
-        self.lines = lines
-        self.rank0 = os.getppid()
+        self.rank0: int = plan["rank0"]
+        self.logs: dict[int, str] = dict(enumerate(plan["logs"], self.rank0 + 1))
         self.ranks: dict[int, subprocess.Popen[bytes]] = {}
-        self.codes: dict[int, int] = {}
+        self.noticed: dict[int, float] = {}
+        """Rank -> time at which the supervisor has noticed its end."""
         self.state = State.RUNNING
-        self.failure: dict[str, Any] | None = None
-        """The rank that failed first."""
+        self.cause = ""
+        """The failure that has ended the run, in one line."""
         self._deadline = float("inf")
-        self._presses = 0
-        self._late: list[int] = []
-        self._all_raised = False
-        """Whether rank 0 has reported that all ranks raised its error. Their own files may not say so yet."""
         self._has_killed_rank0 = False
 
     def start(self) -> None:
-        for spec in self.plan["ranks"]:
-            out: Any = open(spec["log"], "ab") if spec["log"] else self.plan["stdout"]  # noqa: SIM115
-            self.ranks[spec["rank"]] = subprocess.Popen(
-                spec["command"],
-                env=spec["env"],
+        for rank, log in self.logs.items():
+            names = {"LOCAL_RANK": str(rank - self.rank0), ERROR_FILE: self._error_file(rank), RANK_LOG: log}
+            out: Any = open(log, "ab") if log else self.plan["stdout"]  # noqa: SIM115
+            self.ranks[rank] = subprocess.Popen(
+                self.plan["command"],
+                env={**os.environ, **self.plan["env"], **names},
                 cwd=self.plan["cwd"],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
-                stderr=subprocess.STDOUT if spec["log"] else None,
+                stderr=subprocess.STDOUT if log else None,
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
-            if spec["log"]:
+            if log:
                 out.close()
 
     def watch(self) -> None:
         """Follows :data:`TABLE` until the run is over, then ends the remaining processes."""
         while self.state is not State.OVER:
-            for event, seconds in self._events():
-                self._follow(event, seconds)
+            for event in self._events():
+                self._follow(event)
         self.end()
 
-    def _events(self) -> Iterator[tuple[str, float | None]]:
+    def _events(self) -> Iterator[str]:
         """Yields the events since the last call. Waits up to :data:`POLL_SECONDS` for a message of rank 0."""
-        for line in self.lines.read():
-            request: dict[str, Any] = json.loads(line) if line else {"do": "rank 0 gone"}
-            self._all_raised = request["do"] == "all raised" or (self._all_raised and request["do"] != "run begins")
-            if request["do"] == "run begins":
-                self._presses = 0
-                # Without its file, a rank that ended in the last run counts as failed
-                for spec in self.plan["ranks"]:
-                    with contextlib.suppress(OSError):
-                        os.unlink(spec["error"])
-            yield request["do"], request.get("seconds")
-        while _presses:
-            self._presses += _presses.pop()
-            yield "second Ctrl-C" if self._presses > 1 else "Ctrl-C", None
-        failed = [spec for spec in self.plan["ranks"] if self._has_failed(spec)]
-        if failed:  # polls all ranks before it reports one
-            yield "rank failed", None
-        if _is_stopped(self.rank0):
-            yield "rank 0 stopped", None
-        if len(self.codes) == len(self.ranks):
-            yield "all ended", None
-        if time.monotonic() > self._deadline:
-            yield "time over", None
+        if request := _request():
+            yield request
+        if len(_presses) > 1:
+            yield "second Ctrl-C"
+        for rank, process in self.ranks.items():
+            if process.poll() is not None:
+                self.noticed.setdefault(rank, time.time())
+        if any(self._has_failed(rank) for rank in self.noticed):
+            yield "rank failed"
+        if os.getppid() != self.plan["pid"]:
+            yield "rank 0 gone"
+        if len(self.noticed) == len(self.ranks):
+            yield "all ended"
+        if time.monotonic() > self._deadline or (self.state is State.ENDING and _presses):
+            yield "time over"
 
-    def _has_failed(self, spec: dict[str, Any]) -> bool:
-        """Returns whether this rank has ended in an error that not all ranks have raised."""
-        rank = spec["rank"]
-        if rank not in self.codes:
-            if (code := self.ranks[rank].poll()) is None:
-                return False
-            self.codes[rank] = code
-            if code not in (0, PREEMPTED_EXIT_CODE):
-                _send({"lost": rank})
-        if (code := self.codes[rank]) in (0, PREEMPTED_EXIT_CODE):
-            return False
-        error = _error_of(spec) if code > 0 else None
-        if error is None and self.failure is None and self.state is not State.ENDING:  # the rank left no report
-            what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-            self.failure = self._describe(spec, KILLED if code == -signal.SIGKILL else what, _tail(spec["log"]))
-        return error is None or self._is_alone(error)
-
-    def _is_alone(self, error: dict[str, Any]) -> bool:
-        """Returns whether only some ranks have raised ``error``. Rank 0 itself shows an error that all raised."""
-        return not (error["alike"] or self._all_raised)
-
-    def _follow(self, event: str, seconds: float | None) -> None:
-        for states, name, following, report in TABLE:
+    def _follow(self, event: str) -> None:
+        for states, name, following in TABLE:
             if self.state in states and name == event:
-                self.state = following
-                seconds = SECONDS.get(following) if seconds is None else seconds
-                self._deadline = float("inf") if seconds is None else time.monotonic() + seconds
-                self._report(report)
+                before, self.state = self.state, following
+                self._deadline = time.monotonic() + SECONDS.get(following, float("inf"))
+                if following is State.ALARMED:
+                    _send("")
+                if following is State.OVER:
+                    self._report(before, event)
                 return
 
-    def _report(self, what: str) -> None:
-        """Prints the cause of the new state for the user."""
-        if what == "rank 0 gone" and not self._presses and len(self.codes) < len(self.ranks):
-            _tell(f"{self._rank0()} has ended unexpectedly, as if it {KILLED}: ending the other ranks.")
-        elif what == "rank 0 killed":
-            self._kill_rank0()
-        elif what == "late":
-            self._late = [rank for rank in self.ranks if rank not in self.codes]
-            _tell(f"rank {', '.join(map(str, self._late))} did not end in time after rank 0, and was killed.")
-        elif what == "rank":
-            for spec in self.plan["ranks"]:
-                if _is_stopped(self.ranks[spec["rank"]].pid):  # the others failed because they waited for it
-                    self.failure = self._describe(spec, STOPPED, "")
-                elif self.failure is None and (error := _error_of(spec)) and error["first"] and self._is_alone(error):
-                    self.failure = self._describe(spec, f"failed: {error['summary']}", error["traceback"])
-            if self.failure is not None and not self.failure["told"]:
-                self.failure["told"] = True
-                log = f"; its log: {self.failure['log']}" if self.failure["log"] else ""
-                process = self.ranks[self.failure["rank"]].pid
-                text = f"rank {self.failure['rank']} (process {process}) {self.failure['what']}{log}"
-                _tell(f"{text}\n{self.failure['text']}".rstrip())
+    # -- the cause -----------------------------------------------------------------------------------------------
 
-    def _describe(self, spec: dict[str, Any], what: str, text: str) -> dict[str, Any]:
-        return {"rank": spec["rank"], "what": what, "text": text, "log": spec["log"], "told": False}
-
-    def _rank0(self) -> str:
-        return f"rank {self.plan['rank0']} (process {self.rank0})"
-
-    def _kill_rank0(self) -> None:
-        if os.getppid() == self.rank0:
-            why = "was asked to end, but did not" if self._presses else "did not react to that"
-            _tell(f"{self._rank0()} {STOPPED if _is_stopped(self.rank0) else why}: ending it.")
-            os.kill(self.rank0, signal.SIGKILL)
+    def _report(self, state: State, event: str) -> None:
+        """Prints why the run ends, and ends rank 0 if it has not reacted in ``state``."""
+        kills_rank0 = state is State.ALARMED and os.getppid() == self.plan["pid"]
+        if failure := self._first_failure():
+            if failure.rank != self.rank0:
+                self.cause = f"rank {failure.rank} {failure.what}"
+            if failure.rank != self.rank0 or kills_rank0 or event == "rank 0 gone":  # else rank 0 shows its error
+                log = f"; its log: {self.logs[failure.rank]}" if self.logs.get(failure.rank) else ""
+                _tell(f"{self._named(failure.rank)} {failure.what}{log}\n{failure.text}".rstrip())
+        elif event == "rank 0 gone" and not _presses and len(self.noticed) < len(self.ranks):
+            _tell(f"{self._named(self.rank0)} has ended unexpectedly, as if it {KILLED}: ending the other ranks.")
+        elif state is State.FINISHING and event == "time over":
+            late = ", ".join(str(rank) for rank in self.ranks if rank not in self.noticed)
+            self.cause = f"rank {late} did not end in time after rank 0, and was killed"
+            _tell(f"{self.cause}.")
+        if kills_rank0:
+            why = "was asked to end, but did not" if _presses else "did not react to that"
+            _tell(f"{self._named(self.rank0)} {STOPPED if _is_stopped(self.plan['pid']) else why}: ending it.")
+            os.kill(self.plan["pid"], signal.SIGKILL)
             self._has_killed_rank0 = True
+
+    def _first_failure(self) -> Failure | None:
+        """Returns the failure that came first, or rank 0's, if rank 0 has raised the same error at the same place."""
+        found = [failure for rank in (self.rank0, *self.ranks) if (failure := self._failure_of(rank))]
+        if not found:
+            return None
+        first = min(found)
+        return next((own for own in found if own.rank == self.rank0 and own.place == first.place), first)
+
+    def _failure_of(self, rank: int) -> Failure | None:
+        if error := self._read(rank):
+            said = Failure(error["at"], rank, f"failed: {error['summary']}", error["traceback"], error["place"])
+            return None if error["agreed"] else said
+        if rank == self.rank0:
+            return None
+        if rank not in self.noticed and _is_stopped(self.ranks[rank].pid):
+            return Failure(0.0, rank, STOPPED)
+        if not self._has_failed(rank):
+            return None
+        code = self.ranks[rank].returncode
+        what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+        what = KILLED if code == -signal.SIGKILL else what
+        return Failure(self.noticed[rank] - NOTICE_SECONDS, rank, what, _tail(self.logs[rank]))
+
+    def _has_failed(self, rank: int) -> bool:
+        """Returns whether ``rank`` has ended in an error that the ranks have not agreed to raise."""
+        code = self.ranks[rank].returncode
+        return code not in (None, 0, PREEMPTED_EXIT_CODE) and not (self._read(rank) or {}).get("agreed")
+
+    def _read(self, rank: int) -> dict[str, Any] | None:
+        """Returns what ``rank`` has written about its error."""
+        try:
+            with open(self._error_file(rank), encoding="utf-8") as file:
+                error: dict[str, Any] = json.load(file)
+        except (OSError, ValueError):
+            return None
+        return error
+
+    def _error_file(self, rank: int) -> str:
+        return error_file(self.plan["folder"], rank)
+
+    def _named(self, rank: int) -> str:
+        return f"rank {rank} (process {self.plan['pid'] if rank == self.rank0 else self.ranks[rank].pid})"
+
+    # -- the end -------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
         """Kills the remaining ranks and the processes that ranks have started, and removes files."""
-        for rank, process in self.ranks.items():
+        for process in self.ranks.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # also processes that an ended rank has left behind
-            self.codes[rank] = process.wait()
-        for spec in self.plan["ranks"]:  # killed ranks leave the sockets of their data loader workers
-            with contextlib.suppress(OSError), open(spec["scratch"], encoding="utf-8") as path:
-                shutil.rmtree(path.read(), ignore_errors=True)
+            process.wait()
+        is_rank0_gone = self._has_killed_rank0 or os.getppid() != self.plan["pid"]
+        for rank in [*self.ranks, *([self.rank0] if is_rank0_gone else [])]:
+            with contextlib.suppress(OSError):  # killed ranks leave the sockets of their data loader workers
+                shutil.rmtree(os.readlink(f"{self._error_file(rank)}.scratch"), ignore_errors=True)
         shutil.rmtree(self.plan["folder"], ignore_errors=True)
-        _send({"ended": self.codes, "failed": self.failure, "late": self._late})
-        if self._has_killed_rank0 or os.getppid() != self.rank0:
-            shutil.rmtree(self.plan["scratch"], ignore_errors=True)
+        _send(self.cause)
 
 
 _presses: list[int] = []
-"""One entry per Ctrl-C that was not handled yet."""
+"""One entry per Ctrl-C."""
 
 
-class _Lines:
-    """Reads the lines that rank 0 sends."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def read(self) -> list[str]:
-        """Returns the new lines, after at most :data:`POLL_SECONDS`. Returns an empty line if rank 0 has ended."""
-        if not select.select([0], [], [], POLL_SECONDS)[0]:
-            return []
-        if not (chunk := os.read(0, 1 << 16)):
-            time.sleep(POLL_SECONDS)  # at the end of file select returns at once
-            return [""]
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        return [line.decode() for line in lines]
-
-    def first(self) -> str:
-        """Returns the first line. Rank 0 sends no other before it is answered."""
-        while not (lines := self.read()):
-            pass
-        return lines[0]
+def error_file(folder: str, rank: int) -> str:
+    """Returns the path of the file into which ``rank`` writes its error."""
+    return os.path.join(folder, f"error{rank}.json")
 
 
-def _send(message: dict[str, Any]) -> None:
+def _request() -> str:
+    """Returns what rank 0 sends, or an empty text after :data:`POLL_SECONDS`."""
+    if not select.select([0], [], [], POLL_SECONDS)[0]:
+        return ""
+    if not (sent := os.read(0, 100).decode()):
+        time.sleep(POLL_SECONDS)  # at the end of file select returns at once
+    return sent
+
+
+def _send(line: str) -> None:
     with contextlib.suppress(OSError):
-        os.write(1, json.dumps(message).encode() + b"\n")
+        os.write(1, f"{line}\n".encode(errors="replace"))
 
 
 def _tell(text: str) -> None:
@@ -267,24 +269,12 @@ def _tell(text: str) -> None:
         os.write(2, f"lightning_zero: {text}\n".encode(errors="replace"))
 
 
-def _error_of(spec: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the rank's report of its failure, if it has written one."""
-    try:
-        with open(spec["error"], encoding="utf-8") as lines:
-            error: dict[str, Any] = json.load(lines)
-    except (OSError, ValueError):
-        return None
-    return error
-
-
-def _tail(path: str | None) -> str:
-    if not path:
-        return ""
+def _tail(path: str) -> str:
     try:
         with open(path, "rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_TAIL_BYTES))
             return log.read().decode(errors="replace")
-    except OSError:
+    except OSError:  # the rank has no log
         return ""
 
 
@@ -304,16 +294,13 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def main() -> None:
-    """Reads the plan, starts the ranks, and returns when all of them have ended."""
+def main(plan: str) -> None:
+    """Starts the ranks of the ``plan``, and returns when all of them have ended."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         # Rank 0 handles these signals. Not SIG_IGN, because the ranks would inherit it, unlike a handler.
         signal.signal(number, lambda *_: None)
     signal.signal(signal.SIGINT, lambda *_: _presses.append(1))
-    lines = _Lines()
-    if not (plan := lines.first()):
-        return
-    supervisor = Supervisor(json.loads(plan), lines)
+    supervisor = Supervisor(json.loads(plan))
     try:
         supervisor.start()
         supervisor.watch()
@@ -323,5 +310,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
     sys.exit(0)

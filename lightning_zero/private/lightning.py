@@ -47,6 +47,7 @@ LIGHTNING = Library(
         Needed(f"{_CONNECTORS}.signal_connector:_SignalConnector._slurm_sigusr_handler_fn", takes="self, signum, _"),
         Needed(f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector.dump_checkpoint", takes="self, weights_only"),
         Needed("lightning.pytorch:Trainer", stores="_checkpoint_connector dump_checkpoint _signal_connector"),
+        Needed("lightning.pytorch.utilities.exceptions:_TunerExitException"),
         # launching
         Needed(
             f"{_LAUNCHERS}.subprocess_script:_SubprocessScriptLauncher.__init__",
@@ -104,11 +105,15 @@ with importing(LIGHTNING):
     from lightning.pytorch.strategies.launchers.subprocess_script import (
         _SubprocessScriptLauncher as SubprocessScriptLauncher,  # Lightning recognizes a launcher by this class
     )
+    from lightning.pytorch.utilities.exceptions import (
+        _TunerExitException as TunerExit,
+    )  # ends a tuner's run on all ranks
 
 __all__ = [
     "GlobalStateSnapshot",
     "MockOptimizer",
     "SubprocessScriptLauncher",
+    "TunerExit",
     "set_num_threads_if_needed",
     "sync_module_states",
 ]

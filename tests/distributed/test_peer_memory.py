@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 import time
@@ -38,58 +37,33 @@ def _meet(timeout_seconds: float = 60) -> PeerMemory:
 # -- meeting ---------------------------------------------------------------------------------------------------------
 
 
-UNMET = ("reading", "sample", "socket", "host")
-"""What one rank is refused and no rank meets another for."""
-
-
 def _met(refused: str) -> list[int]:
-    """The neighbours that each rank finds, where rank 1 is ``refused`` something."""
-    reads = peer_memory._read_memory
-
-    def another(pid: int, batch: Any) -> int:  # what has that number is another process
-        size = reads(pid, batch)
-        ctypes.memset(batch[0][0], 0, 1)
-        return size
-
-    changes: dict[str, Any] = {
-        "reading": ("_read_memory", lambda *args: -1),
-        "sample": ("_read_memory", another),
-        "socket": ("_allow_reads", mock.Mock(side_effect=TimeoutError)),
-        "host": ("_host", lambda: "another"),
-    }
+    """The neighbours that each rank finds, where rank 1 may not do one thing."""
     with ExitStack() as stack:
-        # Nobody succeeds, so a busy machine changes nothing.
-        stack.enter_context(mock.patch.object(peer_memory, "_CONNECT_SECONDS", 0.5))
         if int(os.environ["RANK"]) == 1:
-            stack.enter_context(mock.patch.object(peer_memory, *changes[refused]))
+            refuses = lambda *unused: -1 if refused == "_read_memory" else False  # noqa: E731
+            stack.enter_context(mock.patch.object(peer_memory, refused, refuses))
         return list(_meet().ranks)
 
 
-@pytest.mark.parametrize("refused", UNMET)
+@pytest.mark.parametrize("refused", ["_read_memory", "_connect"])
 def test_all_read_each_other_or_none(ranks, refused):
     assert ranks(_met, refused, world_size=3) == [[], [], []]
 
 
 def _visited() -> list[int]:
-    connects = peer_memory._connect
+    accepts = peer_memory._accept
 
-    def visited(links: Any, rank: int, near: Any, listener: Any) -> bool:
-        (connected, says), (over, ends) = os.pipe(), os.pipe()
-        visitor = os.fork()
-        if not visitor:
+    def visited(links: Any, cards: Any, listener: Any) -> bool:
+        pid = os.fork()
+        if not pid:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visiting:
                 visiting.connect(listener.getsockname())
-                os.write(says, b"!")
-                os.read(over, 1)
                 os._exit(0)
-        os.read(connected, 1)  # it stands in front of the others
-        try:
-            return connects(links, rank, near, listener)
-        finally:
-            os.write(ends, b"!")
-            os.waitpid(visitor, 0)
+        os.waitpid(pid, 0)
+        return accepts(links, cards, listener)
 
-    with mock.patch.object(peer_memory, "_connect", visited):
+    with mock.patch.object(peer_memory, "_accept", visited):
         return list(_meet().ranks)
 
 
@@ -184,7 +158,7 @@ class ShrinksEarly(Shrinks):
 def _trained(kind: type[Shrinks], stage: int, near: bool) -> tuple[dict[str, Tensor], list[float]]:
     """Weights and losses; rank 1 reads late."""
     torch.manual_seed(0)
-    reads, host = PeerMemory.read, peer_memory._host if near else lambda: os.urandom(16).hex()
+    reads, connect = PeerMemory.read, peer_memory._connect if near else lambda *unused: False
 
     def late_read(self: PeerMemory, *args: Any) -> None:
         if dist.get_rank() == 1:
@@ -193,7 +167,7 @@ def _trained(kind: type[Shrinks], stage: int, near: bool) -> tuple[dict[str, Ten
         reads(self, *args)
 
     with (
-        mock.patch.object(peer_memory, "_host", host),
+        mock.patch.object(peer_memory, "_connect", connect),
         mock.patch.object(PeerMemory, "read", autospec=True, side_effect=late_read) as read,
     ):
         trainer = zoo.make_trainer({"stage": stage, "min_unit_numel": 1}, max_epochs=2, num_sanity_val_steps=0)
@@ -213,7 +187,7 @@ def test_nobody_reads_what_is_written_later(ranks2, kind, stage):
 
 
 def _refused() -> str:
-    with mock.patch.object(peer_memory, "_host", side_effect=lambda: os.urandom(16).hex()):
+    with mock.patch.object(peer_memory, "_connect", return_value=False):
         trainer = zoo.make_trainer({"stage": 2, "transport": "direct"})
         return outcome(trainer.fit, zoo.Zoo(), DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))[1]
 

@@ -27,7 +27,7 @@ def _allowed() -> bool:
     if sys.platform != "linux":
         return False
     sample = ctypes.create_string_buffer(b"sample")
-    peer_memory._libc().prctl(peer_memory._PR_SET_PTRACER, ctypes.c_ulong(os.getpid()), 0, 0, 0)
+    peer_memory._libc().prctl(peer_memory._PR_SET_PTRACER, peer_memory._PR_SET_PTRACER_ANY, 0, 0, 0)
     command = [sys.executable, "-S", "-c", _READS, str(os.getpid()), str(ctypes.addressof(sample))]
     return subprocess.run(command, check=False).returncode == 0
 

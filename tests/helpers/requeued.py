@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
+import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,32 +72,15 @@ class Numbered(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def command(steps: int, step_seconds: float) -> list[str]:
-    """Arguments of ``python`` that train it on two ranks, in a run folder that carries a date and time."""
+def settings(steps: int, step_seconds: float) -> list[str]:
+    """Overrides of ``fit`` and ``submit`` that train it, in a run folder that carries a date and time."""
     return [
-        *("-m", "lightning_zero", "fit", "strategy=zero3", "trainer.devices=2", "trainer.max_epochs=1"),
-        *("model=custom", "model._target_=tests.helpers.requeued.Numbered", f"+model.steps={steps}"),
-        *(f"+model.step_seconds={step_seconds}", "data=none", "callbacks=none"),
+        *("strategy=zero3", "trainer.max_epochs=1", "model=custom", "model._target_=tests.helpers.requeued.Numbered"),
+        *(f"+model.steps={steps}", f"+model.step_seconds={step_seconds}", "data=none", "callbacks=none"),
         *("trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "trainer.logger=false"),
         *("trainer.use_distributed_sampler=false", "trainer.enable_checkpointing=false"),
         "hydra.run.dir='outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}'",
     ]
-
-
-def batch_script(python: str, arguments: list[str], time_minutes: int, signal_seconds: int) -> str:
-    """By hand, as ``examples/slurm/train.sbatch`` does it."""
-    words = " ".join(map(shlex.quote, arguments))
-    return f"""#!/bin/bash
-#SBATCH --job-name=requeued
-#SBATCH --nodes=1
-#SBATCH --ntasks-per-node=2
-#SBATCH --time={time_minutes}
-#SBATCH --signal=USR1@{signal_seconds}
-#SBATCH --requeue
-#SBATCH --open-mode=append
-#SBATCH --output=job.log
-srun --kill-on-bad-exit=1 --output=rank%t.log --open-mode=append {python} {words}
-"""
 
 
 def read_losses(path: Path) -> list[dict[str, Any]]:
@@ -128,27 +111,35 @@ def wait_until_done(slurm: Slurm, job: str, limit_seconds: float) -> dict[str, s
     return state
 
 
+@dataclass(frozen=True)
 class Interrupted:
-    """The losses of a job that was requeued, and what is known about it."""
+    """A job that was requeued, when it has ended."""
 
-    def __init__(self, folder: Path, losses: list[dict[str, Any]], state: dict[str, str], log: str) -> None:
-        self.folder, self.losses, self.state, self.log = folder, losses, state, log
+    losses: list[dict[str, Any]]
+    state: dict[str, str]
+    log: str
+    """What its batch script and its ranks have printed."""
 
 
 def run_interrupted(
-    slurm: Slurm, python: str, folder: Path, env: dict[str, str], steps: int, step_seconds: float, by_signal: bool
+    slurm: Slurm, folder: Path, env: dict[str, str], steps: int, by_signal: bool = False
 ) -> Interrupted:
-    """Requeues the job with ``scontrol`` in its first life and, if ``by_signal``, lets SLURM's signal do it again."""
+    """Submits the job in ``folder``, requeues it with ``scontrol`` in its first life and, if ``by_signal``, lets
+    SLURM's signal do it again."""
     folder.mkdir(parents=True, exist_ok=True)
-    script = folder / "train.sbatch"
-    # SLURM counts in minutes and is up to half a minute early with its signal: it comes 55 to 85 s after the start.
-    script.write_text(batch_script(python, command(steps, step_seconds), 2 if by_signal else 5, 35))
-    slurm = replace(slurm, env={**slurm.env, **env, "LOSSES": str(folder / "losses.jsonl")})
-    job = slurm.run("sbatch", "--parsable", str(script), cwd=folder).strip()
     losses = folder / "losses.jsonl"
-    wait_for_step(slurm, job, losses, 0, 8, 100.0)
-    slurm.run("scontrol", "requeue", job)
-    state = wait_until_done(slurm, job, 300.0 if by_signal else 150.0)
-    logs = [folder / name for name in ("job.log", "rank0.log", "rank1.log")]
-    log = "\n".join(f"== {path.name}\n{path.read_text(errors='replace')}" for path in logs if path.exists())
-    return Interrupted(folder, read_losses(losses), state, log)
+    slurm = replace(slurm, env={**slurm.env, **env, "LOSSES": str(losses)})
+    # SLURM counts in minutes and is up to half a minute early with its signal: it comes 55 to 85 s after the start.
+    limit = ("launcher.time_minutes=2", "launcher.signal_seconds=35") if by_signal else ("launcher.time_minutes=5",)
+    words = ["submit", "launcher=slurm", "launcher.tasks_per_node=2", *limit, *settings(steps, 0.2)]
+    said = slurm.run(sys.executable, "-m", "lightning_zero", *words, cwd=folder)
+    job = said.split("Submitted batch job ")[1].split()[0]
+    try:
+        wait_for_step(slurm, job, losses, 0, 8, 100.0)
+        slurm.run("scontrol", "requeue", job)
+        state = wait_until_done(slurm, job, 300.0 if by_signal else 100.0)
+    finally:
+        logs = sorted([*folder.rglob("slurm-*.out"), *folder.rglob("rank*.log")])
+        log = "\n".join(f"== {path.name}\n{path.read_text(errors='replace')}" for path in logs)
+        print(log)
+    return Interrupted(read_losses(losses), state, log)

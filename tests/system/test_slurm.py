@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers import requeued
 from tests.helpers.slurm import running_slurm, why_not
-from tests.system.commands import ROOT, run
+from tests.system.commands import ROOT
 
 STEPS = 30
 
@@ -15,35 +15,15 @@ STEPS = 30
 @pytest.mark.skipif(why_not() is not None, reason=f"no SLURM here: {why_not()}")
 @pytest.mark.timeout(240)  # SLURM holds a requeued job back until its credentials have expired
 def test_a_submitted_job_that_is_requeued_continues(tmp_path):
-    _, _, _, strategy, _, *words = requeued.command(STEPS, 0.2)  # the launcher sets the number of devices
-    losses = tmp_path / "losses.jsonl"
     with running_slurm() as slurm:
-        done = run(
-            *("submit", "launcher=slurm", "launcher.tasks_per_node=2", "launcher.time_minutes=5"),
-            *(strategy, *words, "hydra.run.dir=job"),
-            fork="all",
-            cwd=tmp_path,
-            PYTHONPATH=str(ROOT),
-            LOSSES=str(losses),
-            **{name: slurm.env[name] for name in ("PATH", "SLURM_CONF")},
-        )
-        assert done.returncode == 0
-        job = done.stdout.split("Submitted batch job ")[1].split()[0]
-        try:
-            requeued.wait_for_step(slurm, job, losses, 0, 8, 100.0)
-            slurm.run("scontrol", "requeue", job)
-            state = requeued.wait_until_done(slurm, job, 100.0)
-        finally:
-            for log in tmp_path.rglob("*.log"):
-                print(f"--- {log.relative_to(tmp_path)}\n{log.read_text(errors='replace')}")
-    assert state["JobState"] == "COMPLETED"
-    assert state["Restarts"] == "1"
-    seen = requeued.read_losses(losses)
-    assert [entry["step"] for entry in seen] == list(range(STEPS))  # no step twice, none left out
-    assert {entry["life"] for entry in seen} == {0, 1}
-    assert [entry["loss"] for entry in seen] == pytest.approx(_uninterrupted(), rel=1e-4)
-    assert sorted(path.name for path in (tmp_path / "job" / "ranks").iterdir()) == ["rank0.log", "rank1.log"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "losses.jsonl"]
+        job = requeued.run_interrupted(slurm, tmp_path, {"PYTHONPATH": str(ROOT)}, STEPS)
+    assert job.state["JobState"] == "COMPLETED"
+    assert job.state["Restarts"] == "1"
+    assert [entry["step"] for entry in job.losses] == list(range(STEPS))  # no step twice, none left out
+    assert {entry["life"] for entry in job.losses} == {0, 1}
+    assert [entry["loss"] for entry in job.losses] == pytest.approx(_uninterrupted(), rel=1e-4)
+    assert sorted(path.name for path in tmp_path.rglob("rank*.log")) == ["rank0.log", "rank1.log"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["losses.jsonl", "outputs"]
 
 
 def _uninterrupted() -> list[float]:

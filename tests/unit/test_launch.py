@@ -15,7 +15,6 @@ from lightning.pytorch.plugins.environments import KubeflowEnvironment
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.app.hydra_config import make_strategy
-from lightning_zero.launch import failure
 from lightning_zero.launch.environment import check_world
 from lightning_zero.launch.launcher import LaunchedDDP
 
@@ -72,7 +71,6 @@ def test_ddp_of_the_hydra_groups_is_launched_the_same_way():
 
 def test_a_group_of_another_size_is_refused(monkeypatch):
     """Ranks that something else has started keep theirs: it may be what they were started for."""
-    monkeypatch.setattr(failure, "WAIT_SECONDS", 0.1)
     monkeypatch.setenv("LOCAL_RANK", "0")  # as Lightning's DDP with devices=1 leaves it
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

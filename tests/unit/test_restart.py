@@ -33,7 +33,7 @@ def test_notes_are_kept_per_run_and_name_the_newest_that_exists(tmp_path, monkey
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     assert restart.find() is None
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert len(json.loads((tmp_path / ".lightning_zero" / "slurm-7.json").read_text())["checkpoints"]) == 2
+    assert len(json.loads((tmp_path / ".lightning_zero" / "slurm-7.json").read_text())) == 2
     restart.forget()
     assert not (tmp_path / ".lightning_zero").exists()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,83 +13,73 @@ import pytest
 from lightning_zero.launch import supervisor
 from lightning_zero.launch.supervisor import State, Supervisor
 
-
-class _Rank0:
-    """Sends the lines that it is given, one at a time, after the ranks have ended."""
-
-    def __init__(self, ranks: dict[int, Any], events: list[str]) -> None:
-        self._ranks, self._events = ranks, events
-
-    def read(self) -> list[str]:
-        for process in self._ranks.values():
-            process.wait()
-        return [json.dumps({"do": self._events.pop(0)})] if self._events else [""]
+KILLED, RAISED = "os.kill(os.getpid(), signal.SIGKILL)", "os._exit(1)"
 
 
 @pytest.fixture
 def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Any:
-    """Runs ranks that end as ``codes`` says, and have raised what ``errors`` says, to the end of the run."""
+    """Runs ranks that end as ``codes`` says to the end of the run, while rank 0 sends ``event``.
+
+    Before, each rank in ``errors`` has raised so many seconds ago, at the place that is named.
+    """
     monkeypatch.setattr(supervisor.os, "getppid", os.getpid)
 
-    def run(codes: dict[int, str], errors: dict[int, dict[str, Any]], events: list[str]) -> tuple[Supervisor, str]:
-        specs = []
-        for rank, code in codes.items():
-            paths = {name: str(tmp_path / f"{name}{rank}") for name in ("error", "scratch")}
-            if rank in errors:
-                said = {"summary": f"error of {rank}", "traceback": "", "alike": False, **errors[rank]}
-                Path(paths["error"]).write_text(json.dumps(said))
-            command = [sys.executable, "-S", "-c", f"import os, signal; {code}"]
-            specs.append({"rank": rank, "command": command, "env": {}, "log": None, **paths})
-        plan = {"ranks": specs, "rank0": 0, "cwd": "/", "folder": str(tmp_path / "x"), "scratch": "", "stdout": 1}
-        watching = Supervisor(plan, None)  # type: ignore[arg-type]
+    def run(codes: dict[int, str], errors: dict[int, tuple[float, str]], event: str, **more: Any) -> tuple[str, str]:
+        for rank, (seconds, place) in errors.items():
+            said = {"at": time.time() - seconds, "place": [place], "agreed": False, "traceback": "", **more}
+            text = json.dumps({"summary": f"error of {rank}", **said})
+            Path(supervisor.error_file(str(tmp_path), rank)).write_text(text)
+        plan: dict[str, Any] = {"rank0": 0, "pid": os.getpid(), "logs": ["" for _ in codes]}
+        plan |= {"cwd": "/", "folder": str(tmp_path), "stdout": 1, "env": {}}
+        program = f"import os, signal; exec({list(codes.values())!r}[int(os.environ['LOCAL_RANK']) - 1])"
+        watching = Supervisor({**plan, "command": ["python3", "-S", "-c", program]})
         watching.start()
-        watching.lines = _Rank0(watching.ranks, events)  # type: ignore[assignment]
+        for process in watching.ranks.values():
+            process.wait()
+        requests = iter([event])
+        monkeypatch.setattr(supervisor, "_request", lambda: next(requests, ""))
         watching.watch()
-        return watching, capfd.readouterr().err
+        return watching.cause, capfd.readouterr().err
 
     return run
 
 
 def test_the_rank_that_raised_first_is_named(watch):
     """Others raised because of it, and may have ended before."""
-    effect, first = {"first": False}, {"first": True}
-    watched, said = watch({1: "os._exit(1)", 2: "os._exit(1)"}, {1: effect, 2: first}, ["rank 0 failed"])
-    assert watched.failure["rank"] == 2
-    assert "failed: error of 2" in said
+    cause, said = watch({1: RAISED, 2: RAISED}, {0: (1.0, "a"), 1: (2.0, "b"), 2: (3.0, "c")}, "rank 0 failed")
+    assert cause == "rank 2 failed: error of 2"
+    assert cause.removeprefix("rank 2 ") in said
 
 
-def test_a_rank_that_was_killed_comes_before_those_that_raised(watch):
-    killed = "os.kill(os.getpid(), signal.SIGKILL)"
-    watched, said = watch({1: "os._exit(1)", 2: killed}, {1: {"first": True}}, ["nothing", "rank 0 failed"])
-    assert watched.failure["rank"] == 2
+def test_a_rank_that_was_killed_comes_before_those_that_raised_because_of_that(watch):
+    cause, said = watch({1: RAISED, 2: KILLED}, {0: (0.0, "a"), 1: (0.0, "b")}, "rank 0 failed")
+    assert cause.startswith("rank 2 was killed")
     assert "probably out of memory" in said
 
 
-def test_an_error_of_all_ranks_is_rank_0s_to_show(watch):
-    watched, said = watch({1: "os._exit(1)"}, {1: {"first": True, "alike": True}}, ["rank 0 failed"])
-    assert watched.failure is None
-    assert said == ""
+def test_a_rank_that_raised_comes_before_those_that_crashed_because_of_that(watch):
+    cause, _ = watch({1: RAISED, 2: "os.abort()"}, {0: (3.0, "a"), 1: (5.0, "b")}, "rank 0 failed")
+    assert cause == "rank 1 failed: error of 1"
 
 
-def test_what_rank_0_knows_of_all_ranks_counts_before_they_have_noted_it(watch):
-    watched, said = watch({1: "os._exit(0)"}, {1: {"first": True}}, ["all raised", "rank 0 failed"])
-    assert watched.failure is None
-    assert said == ""
+@pytest.mark.parametrize("errors", [{0: (1.0, "a"), 1: (2.0, "a")}, {0: (2.0, "a"), 1: (1.0, "b")}])
+def test_an_error_that_rank_0_has_raised_too_or_first_is_its_to_show(watch, errors):
+    assert watch({1: RAISED}, errors, "rank 0 failed") == ("", "")
 
 
-def test_a_rank_that_ended_does_not_take_part_in_the_next_run(watch):
-    """Rank 0 has caught the error of all ranks, and this rank has not."""
-    watched, said = watch({1: "os._exit(1)"}, {1: {"first": True, "alike": True}}, ["run begins", "rank 0 failed"])
-    assert watched.failure["rank"] == 1
-    assert "failed with exit code 1" in said
+def test_ranks_that_agreed_to_raise_have_not_failed(watch):
+    assert watch({1: RAISED}, {0: (1.0, "a"), 1: (2.0, "b")}, "rank 0 done", agreed=True) == ("", "")
+
+
+def test_a_rank_that_fails_when_rank_0_has_finished_fails_the_run(watch):
+    assert watch({1: "os._exit(3)"}, {}, "rank 0 done")[0] == "rank 1 failed with exit code 3"
 
 
 def test_ranks_that_end_well_are_waited_for(watch):
-    watched, said = watch({1: "pass"}, {}, ["rank 0 done"])
-    assert (watched.failure, watched.codes, said) == (None, {1: 0}, "")
+    assert watch({1: "pass"}, {}, "rank 0 done") == ("", "")
 
 
 @pytest.mark.parametrize("state", [state for state in State if state is not State.OVER])
 def test_a_run_ends_from_every_state_when_rank_0_is_gone(state):
-    assert any(state in states for states, event, following, _ in supervisor.TABLE
+    assert any(state in states for states, event, following in supervisor.TABLE
                if event == "rank 0 gone" and following is State.OVER)  # fmt: skip
