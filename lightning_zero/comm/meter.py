@@ -1,14 +1,14 @@
-"""Counts traffic: calls and bytes of the collectives that Python starts through ``torch.distributed``.
+"""Counts traffic: calls, bytes and host seconds of the collectives that Python starts through ``torch.distributed``.
 
-The tables below list how many bytes each function moves; all code that counts traffic uses them. The bytes sent and
-received are those of :func:`lightning_zero.comm.costs.wire_bytes`. Rings and direct exchanges send exactly that many;
-gloo's own reduce-scatter may send more. Bytes that ranks on one host read from each other's memory count in the same
-way.
+The tables below list how many bytes each function moves; all code that counts traffic uses them. The bytes sent are
+those of :func:`lightning_zero.comm.costs.wire_bytes`. Rings and direct exchanges send exactly that many; gloo's own
+reduce-scatter may send more. Bytes that ranks on one host read from each other's memory count in the same way.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -80,7 +80,8 @@ class TrafficMeter:
         self.calls: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         """Collective -> bytes sent by this rank."""
-        self.received: Counter[str] = Counter()
+        self.seconds = 0.0
+        """Time of the main thread inside collectives and their waits. On an accelerator both only queue work."""
         self._depth = threading.local()
         self._undo: list[tuple[Any, str, Any, Any]] = []
 
@@ -94,6 +95,8 @@ class TrafficMeter:
                 self._replace(module, name, kind, parameters, size)
         for name, (kind, parameters, size) in _DIRECT.items():
             self._replace(direct, name, kind, parameters, size)
+        for work in (dist.Work, direct.Begun):
+            self._replace(work, "wait")
 
     def remove(self) -> None:
         """Restores torch's functions, except those that other code has replaced meanwhile."""
@@ -106,11 +109,12 @@ class TrafficMeter:
         """Counts a collective that C++ starts, so that no function here sees it; ``nbytes`` is of the full tensor."""
         self.calls[kind] += 1
         if world_size > 1:
-            moved = wire_bytes(kind, nbytes, world_size)
-            self.sent[kind] += moved  # type: ignore[assignment]
-            self.received[kind] += moved  # type: ignore[assignment]
+            self.sent[kind] += wire_bytes(kind, nbytes, world_size)  # type: ignore[assignment]
 
-    def _replace(self, module: Any, name: str, kind: str, parameters: tuple[str, ...], size: Size) -> None:
+    def _replace(
+        self, module: Any, name: str, kind: str = "", parameters: tuple[str, ...] = (), size: Size | None = None
+    ) -> None:
+        """Replaces a function by one that counts it. Without a ``size`` only its time counts."""
         original = getattr(module, name, None)
         if original is None:  # this torch has only the other of two names: see _check_names
             return
@@ -120,19 +124,22 @@ class TrafficMeter:
         setattr(module, name, counting)
         self._undo.append((module, name, original, counting))
 
-    def _counting(self, original: Any, kind: str, parameters: tuple[str, ...], size: Size) -> Any:
+    def _counting(self, original: Any, kind: str, parameters: tuple[str, ...], size: Size | None) -> Any:
         depth = self._depth
 
         @wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if getattr(depth, "value", 0):
                 return original(*args, **kwargs)
-            depth.value = 1
+            depth.value, since = 1, time.perf_counter()
             try:
                 return original(*args, **kwargs)
             finally:
                 depth.value = 0
-                self._count(kind, dict(zip(parameters, args, strict=False)) | kwargs, size)
+                if threading.current_thread() is threading.main_thread():
+                    self.seconds += time.perf_counter() - since
+                if size is not None:
+                    self._count(kind, dict(zip(parameters, args, strict=False)) | kwargs, size)
 
         return call
 
@@ -145,12 +152,11 @@ class TrafficMeter:
             return
         nbytes = size(call, n)
         if kind == "broadcast":
-            source = call.get("src", call.get("group_src", 0)) == dist.get_rank()
-            (self.sent if source else self.received)[kind] += nbytes  # type: ignore[assignment]
-            return
-        moved = nbytes * (n - 1) / n if kind == "all_to_all" else wire_bytes(kind, nbytes, n)
+            is_source = call.get("src", call.get("group_src", 0)) == dist.get_rank()
+            moved = nbytes if is_source else 0.0
+        else:
+            moved = nbytes * (n - 1) / n if kind == "all_to_all" else wire_bytes(kind, nbytes, n)
         self.sent[kind] += moved  # type: ignore[assignment]
-        self.received[kind] += moved  # type: ignore[assignment]
 
 
 def _check_names() -> None:

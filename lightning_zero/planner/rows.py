@@ -18,6 +18,13 @@ def gib(nbytes: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.4f}"
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Formats ``rows`` of cells as the lines of a table: the head, a rule, the other rows."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
 def row_name(stage: int, offload: str) -> str:
     """The name of a stage's row; stage 0 is DDP. Files have a row of their own at stage 3 only."""
     if not stage:
@@ -136,10 +143,6 @@ class Plan:
                     "-" if self.usable_bytes is None else largest,
                 ]
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
-        lines = ["  ".join(cells).rstrip() for cells in aligned]
-        lines.insert(1, "-" * max(map(len, lines)))
         foot = [
             "",
             "param, grad, optim: between two steps; unit: the largest gathered unit; act: peak of activations;",
@@ -149,7 +152,7 @@ class Plan:
         if any(r.host != r.host_checkpointed for r in self.rows):
             foot.append("host: without / with ckpt; PCIe/step does not include the transfer of saved inputs.")
         foot += [f"note: {note}." for note in self.notes]
-        return "\n".join([*head, *lines, *foot, "", f"take {self.reason}" if self.choice else self.reason])
+        return "\n".join([*head, *aligned(rows), *foot, "", f"take {self.reason}" if self.choice else self.reason])
 
     def plot(self, path: str) -> None:
         """Writes the plan as a bar chart (PNG); needs matplotlib (``pip install lightning-zero[plot]``)."""
