@@ -126,8 +126,9 @@ class Study:
         self.units = self._plan_units(self.copy)
         self.optimizers = self._set_up_optimizers(self.copy)
         given = config.activation_checkpointing
-        if given.offload and self.target.type == "cpu":
-            given = dataclasses.replace(given, offload=False)  # the device is the host
+        if given.offload and self.target.type != "cpu":
+            self.notes.append("activation_checkpointing.offload: saved inputs are counted as if they stayed there")
+        given = dataclasses.replace(given, offload=False)
         recompute = given if given.is_on else ActivationCheckpointingConfig(target="full")
         plain, recomputed = self._trace(None), self._trace(recompute)
         used = {name for name, p in self.copy.named_parameters() if p.requires_grad}
@@ -270,17 +271,15 @@ class Study:
     def row(self, rules: StepRules, usable: float | None) -> Row:
         """The row for one stage and offload, with ``usable`` device bytes per rank."""
         layout, n = self.layout, rules.world_size if rules.stage else 1
-        from_host = rules.offload != "none" and not rules.host_is_device
         # An optimizer in host memory has its temporaries there; an element-wise one has those of its shards only.
-        step_bytes = 0.0 if from_host else self.optimizer_peak
+        step_bytes = 0.0 if rules.offload != "none" and not rules.host_is_device else self.optimizer_peak
         if all(map(self._is_elementwise, self.optimizers)):
             step_bytes /= n
         plain, recomputed = (memory.account(layout, each, rules, step_bytes) for each in (self.plain, self.recomputed))
         at_peak, at_peak_recomputed = (max(each, key=_total) for each in (plain, recomputed))
         state, off = memory.state_bytes(layout, rules.stage, n), memory.offloaded_bytes(layout, rules)
-        sent, gathered, reduced = memory.traffic(layout, self.plain, rules)
+        sent = memory.traffic(layout, self.plain, rules)
         files = off["parameters"] + off["optimizer"] if rules.offload == "nvme" else 0.0
-        host = sum(off.values()) - files
         return Row(
             name=row_name(rules.stage, rules.offload),
             stage=rules.stage,
@@ -295,14 +294,10 @@ class Study:
             peak=_total(at_peak),
             at_peak_checkpointed=at_peak_recomputed,
             peak_checkpointed=_total(at_peak_recomputed),
-            host=host,
-            host_checkpointed=host + self.recomputed.host_bytes,
+            host=sum(off.values()) - files,
             disk=files,
             sent=sent,
             sent_total=sum(sent.values()),
-            pcie=gathered + reduced if from_host else 0.0,
-            # read and written once per step, and read again by each further gather
-            disk_traffic=2 * files + max(gathered - off["parameters"], 0.0) if files else 0.0,
             fits=usable is not None and _total(at_peak) <= usable,
             fits_checkpointed=usable is not None and _total(at_peak_recomputed) <= usable,
             max_micro_batch=self._largest(plain, usable),
