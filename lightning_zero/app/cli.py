@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning_zero
 from lightning_zero.checkpoint import FORMATS
@@ -138,16 +138,22 @@ def _check(arguments: argparse.Namespace) -> None:
     """Trains a small GPT under DDP and stages 1 to 3 on what is here, in about three minutes. Prints whether losses,
     weights and a resumed checkpoint are the same, memory is as planned, steps are as fast, and a failing rank ends all;
     writes check.json and check.md; exits with 1 where one of them fails."""
-    from lightning_zero.app.check import run
+    from lightning_zero.app.check import check
 
     try:
-        status = run(
-            *(arguments.only, arguments.devices, arguments.accelerator, arguments.precision, arguments.out),
-            arguments.timeout,
+        report = check(
+            parts=[part for part in arguments.only.split(",") if part],
+            devices=arguments.devices,
+            accelerator=arguments.accelerator,
+            precision=arguments.precision,
+            folder=arguments.out,
+            timeout_seconds=arguments.timeout,
         )
+    except KeyboardInterrupt:
+        _exit_with("interrupted; no report was written", 130)
     except (OSError, ValueError) as error:
         _exit_with(str(error))
-    sys.exit(status)
+    sys.exit(0 if report.ok else 1)
 
 
 def _add_init(parser: argparse.ArgumentParser) -> None:
@@ -375,7 +381,7 @@ def _user_errors_in_one_line() -> Iterator[None]:
         _exit_with(str(error), 1)
 
 
-def _exit_with(message: str, status: int = 2) -> None:
+def _exit_with(message: str, status: int = 2) -> NoReturn:
     sys.stderr.write(f"lightning-zero: error: {message.strip()}\n")
     sys.stderr.flush()
     sys.exit(status)
