@@ -12,7 +12,8 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
@@ -156,6 +157,15 @@ def register_configs() -> None:
 # -- the way out -----------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _as_config_error(prefix: str = "") -> Iterator[None]:
+    """Raises a wrong setting as :class:`ConfigError`, which is printed without a traceback."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{prefix}{error}") from error
+
+
 def make_strategy(**settings: Any) -> DDPStrategy | str:
     """A value for ``Trainer(strategy=...)``, from the ``strategy`` group (also through Hydra's ``instantiate``).
 
@@ -181,18 +191,14 @@ def make_zero_config(settings: Mapping[str, Any] | DictConfig) -> ZeroConfig:
     """A validated :class:`ZeroConfig` from the ``strategy`` group."""
     values = to_plain(settings)
     values.pop("_target_", None)
-    try:
+    with _as_config_error("strategy: "):
         return ZeroConfig.from_kwargs(**values)
-    except ValueError as error:
-        raise ConfigError(f"strategy: {error}") from error
 
 
 def make_plan_config(cfg: DictConfig) -> PlanConfig:
     """A validated :class:`PlanConfig` from the node ``plan``."""
-    try:
+    with _as_config_error():
         return PlanConfig(**to_plain(cfg.get("plan") or {}))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(str(error)) from error
 
 
 def make_trainer(cfg: DictConfig, **more: Any) -> Trainer:
@@ -219,10 +225,8 @@ def make_trainer(cfg: DictConfig, **more: Any) -> Trainer:
     arguments["callbacks"] = _without_switched_off(arguments)
     if HydraConfig.initialized():
         arguments["callbacks"] = [*(arguments.get("callbacks") or []), RunRecord()]
-    try:
+    with _as_config_error("trainer: "):  # MisconfigurationException is neither: see cli
         return Trainer(**arguments)
-    except (ValueError, TypeError) as error:  # MisconfigurationException is neither: see cli
-        raise ConfigError(f"trainer: {error}") from error
 
 
 def _without_switched_off(arguments: Mapping[str, Any]) -> list[Callback] | None:
@@ -274,10 +278,8 @@ def make_slurm_job(cfg: DictConfig) -> SlurmJob:
     """The validated settings of the group ``launcher=slurm``."""
     check_launcher(cfg, "slurm")
     settings = {key: value for key, value in to_plain(cfg.launcher).items() if key != "name"}
-    try:
+    with _as_config_error():
         return SlurmJob(**settings)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(str(error)) from error
 
 
 def meant(error: BaseException) -> str:

@@ -19,6 +19,8 @@ from hydra.experimental.callback import Callback as HydraCallback
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig
 
+from lightning_zero.planner import aligned
+
 RESULT = "result.json"
 COMPARISON = "comparison.txt"
 
@@ -68,9 +70,8 @@ class CompareRuns(HydraCallback):
 def compare(folder: Path) -> str:
     """A table with one line per job under ``folder``: the overrides in which it differs from the others, and its
     result."""
-    jobs = sorted(
-        (path.parent.parent for path in folder.glob("**/.hydra/overrides.yaml")), key=lambda p: (len(p.name), p.name)
-    )
+    found = (path.parent.parent for path in folder.glob("**/.hydra/overrides.yaml"))
+    jobs = sorted(found, key=lambda job: (len(job.name), job.name))
     overrides = [yaml.safe_load((job / ".hydra" / "overrides.yaml").read_text(encoding="utf-8")) for job in jobs]
     if not jobs:
         return ""
@@ -86,9 +87,7 @@ def compare(folder: Path) -> str:
         facts = [str(record["ranks"]), str(record["steps"]), f"{record['seconds']:.1f}"]
         values = [record["metrics"].get(name) for name in names]
         rows.append([job.name, own, *facts, *("" if value is None else f"{value:.6g}" for value in values)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    return "\n".join(aligned(rows))
 
 
 def _read(path: Path) -> dict[str, Any] | None:
