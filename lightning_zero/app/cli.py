@@ -115,8 +115,8 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    """Prints versions, accelerators, backends, limits, shared memory and whether two processes can exchange tensors;
-    exits with 1 if they cannot."""
+    """Prints versions, hardware, shared memory and whether two processes can exchange tensors; exits with 1 if they
+    cannot."""
     from lightning_zero.app.doctor import run
 
     sys.exit(run(arguments.timeout, arguments.json))

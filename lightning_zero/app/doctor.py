@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import resource
 import shutil
 import subprocess
 import sys
@@ -61,8 +60,6 @@ def examine(timeout_seconds: float = 120.0) -> dict[str, Section]:
         "versions": versions,
         "hardware": hardware,
         "accelerators": accelerators,
-        "backends": _backends,
-        "limits": _limits,
         "two processes": lambda: _collectives(timeout_seconds),
     }
     found = {}
@@ -96,7 +93,8 @@ def versions() -> Section:
             made[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             made[package] = "no: not installed"
-    made["torch built for"] = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    nccl = f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if dist.is_nccl_available() else ""
+    made["torch built for"] = f"CUDA {torch.version.cuda}{nccl}" if torch.version.cuda else "CPU"
     compiler = os.environ.get("CXX", "c++")
     made[f"{compiler} (torch.compile)"] = shutil.which(compiler) or "no: not found"
     return made
@@ -133,25 +131,6 @@ def accelerators() -> Section:
         made[f"cuda:{index}"] = f"{gpu.name}, {gpu.total_memory / GIB:.1f} GiB, {capability}"
     missing = "finds no device (check whether nvidia-smi does)" if torch.version.cuda else "is built for the CPU"
     return made or {"cuda": f"no: torch {missing}"}
-
-
-def _backends() -> Section:
-    made = {}
-    for name in dist.Backend.backend_list:
-        check = getattr(dist, f"is_{name}_available", None)
-        if check is not None:
-            made[name] = "available" if check() else "no: not in this build of torch"
-    if made.get("nccl") == "available" and torch.cuda.is_available():
-        made["nccl"] += f", {'.'.join(map(str, torch.cuda.nccl.version()))}"
-    return made
-
-
-def _limits() -> Section:
-    files, locked = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
-    return {
-        "open files": f"{files} (ulimit -n)",
-        "locked memory": "unlimited" if locked == resource.RLIM_INFINITY else f"{locked // 2**20} MiB (ulimit -l)",
-    }
 
 
 def _collectives(timeout_seconds: float) -> Section:

@@ -11,9 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
+import time
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
@@ -21,13 +24,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from lightning_zero.app.sweep import RunRecord
 from lightning_zero.auto import make_strategy as make_zero_strategy
 from lightning_zero.config import PlanConfig, ZeroConfig, closest
 from lightning_zero.launch.launcher import LaunchedDDP
@@ -227,6 +229,31 @@ def make_trainer(cfg: DictConfig, **more: Any) -> Trainer:
         arguments["callbacks"] = [*(arguments.get("callbacks") or []), RunRecord()]
     with _as_config_error("trainer: "):  # MisconfigurationException is neither: see cli
         return Trainer(**arguments)
+
+
+class RunRecord(Callback):
+    """Writes the final metrics, the steps and the seconds of a fit into ``result.json`` in the folder of its Hydra job.
+
+    The metrics are the Trainer's ``callback_metrics``, so no logger is needed.
+    """
+
+    def __init__(self) -> None:
+        self._folder = Path(HydraConfig.get().runtime.output_dir)  # read it now: a spawned rank has no HydraConfig
+        self._since = 0.0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._since = time.perf_counter()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        record = {
+            "seconds": time.perf_counter() - self._since,
+            "steps": trainer.global_step,
+            "ranks": trainer.world_size,
+            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        }
+        (self._folder / "result.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 def _without_switched_off(arguments: Mapping[str, Any]) -> list[Callback] | None:
