@@ -39,6 +39,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.utils.data import DataLoader
 
 from lightning_zero.callbacks import ZeroMonitor
+from lightning_zero.callbacks.zero_monitor import of_every_rank
 from lightning_zero.launch.launcher import LaunchedDDP
 from lightning_zero.private.torch import functional_collectives as functional
 from lightning_zero.recipes.gpt import GPT
@@ -224,15 +225,6 @@ class Watch(Callback):
         now = time.perf_counter()
         self.seconds.append(now - self._since)
         self._since = now
-
-
-def of_every_rank(value: Any) -> list[Any]:
-    """Returns each rank's ``value`` (collective)."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 # -- same ------------------------------------------------------------------------------------------------------------

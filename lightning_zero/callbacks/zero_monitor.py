@@ -196,7 +196,7 @@ class ZeroMonitor(Callback):
         mine["memory peak bytes"] = float(_memory_peak(trainer.strategy.root_device))
         mine |= {f"sent per step: {kind} bytes": value / steps for kind, value in sorted(self._sent.items())}
         mine |= self._rates(self._totals)
-        self.rows = _of_every_rank(mine)
+        self.rows = of_every_rank(mine)
         rank_zero_only(print)(f"\n{self.table(trainer)}", flush=True)
 
     def table(self, trainer: Trainer | None = None) -> str:
@@ -263,12 +263,13 @@ def _memory_peak(device: torch.device) -> int:
     return rss if sys.platform == "darwin" else rss * 1024
 
 
-def _of_every_rank(mine: dict[str, float]) -> list[dict[str, float]]:
-    if not (dist.is_available() and dist.is_initialized()):
-        return [mine]
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, mine)
-    return rows
+def of_every_rank(value: T) -> list[T]:
+    """Returns each rank's ``value`` (collective)."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _cell(name: str, value: float | None) -> str:
