@@ -13,7 +13,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -233,9 +233,10 @@ def run_command(command: str, cfg: Any) -> float | None:
     if module is None:
         raise ConfigError("model is empty: set it, such as model=gpt or model=custom model._target_=my_module.MyClass")
     _put_checkpoints_in(run_folder, trainer)
-    rank_zero_only(_save_resolved)(cfg, run_folder)
     with _ranks_end_with_us():
-        results = _call(trainer, command, module, data, cfg.ckpt_path)
+        # Lightning refuses it for ranks that are spawned or forked, which return no predictions
+        options = {"return_predictions": True} if command == "predict" else {}
+        results = getattr(trainer, command)(module, data, ckpt_path=cfg.ckpt_path, **options)
         if command == "predict":
             import torch
 
@@ -312,28 +313,10 @@ def submit(cfg: Any, run_folder: Path) -> None:
     print(done.stdout.strip(), flush=True)
 
 
-def _call(trainer: Any, command: str, module: Any, data: Any, ckpt_path: str | None) -> Any:
-    from lightning.pytorch import LightningDataModule
-
-    function: Callable[..., Any] = getattr(trainer, command)
-    # Lightning refuses it for ranks that are spawned or forked, which return no predictions
-    options = {"return_predictions": True} if command == "predict" else {}
-    if data is None or isinstance(data, LightningDataModule):
-        return function(module, datamodule=data, ckpt_path=ckpt_path, **options)
-    return function(module, data, ckpt_path=ckpt_path, **options)
-
-
 def _put_checkpoints_in(run_folder: Path, trainer: Any) -> None:
     for callback in trainer.checkpoint_callbacks:
         if getattr(callback, "dirpath", "") is None:
             callback.dirpath = str(run_folder / "checkpoints")
-
-
-def _save_resolved(cfg: Any, run_folder: Path) -> None:
-    from omegaconf import OmegaConf
-
-    run_folder.mkdir(parents=True, exist_ok=True)
-    (run_folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
 
 
 # -- the end of a run ------------------------------------------------------------------------------------------------
