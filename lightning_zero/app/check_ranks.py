@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -174,19 +174,17 @@ class Job:
             **options,
         )
 
-    def module_and_data(self, large: bool = False, num_batches: int = MICRO_BATCHES) -> tuple[Any, dict[str, Any]]:
-        """Returns a module with the same weights in each call, and its data as arguments of ``Trainer.fit``."""
+    def module_and_data(self, large: bool = False, num_batches: int = MICRO_BATCHES) -> tuple[Any, Any]:
+        """Returns a module with the same weights in each call, and its data, as ``Trainer.fit`` takes them."""
         seed_everything(7, verbose=False)
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
         if self.own:
-            module, data = torch.load(self.path("module.pt"), map_location="cpu", weights_only=False)
-            key = "datamodule" if isinstance(data, LightningDataModule) else "train_dataloaders"
-            return module, {key: data}
+            return torch.load(self.path("module.pt"), map_location="cpu", weights_only=False)  # type: ignore[no-any-return]
         shape = LARGE_ON_GPU if large and self.accelerator == "gpu" else SMALL
         size = num_batches * self.world_size * BATCH_SIZE, shape["block_size"] + 1
         ids = torch.randint(shape["vocab_size"], size, generator=torch.Generator().manual_seed(1))
-        return Example(**shape), {"train_dataloaders": DataLoader(ids, batch_size=BATCH_SIZE)}  # type: ignore[arg-type]
+        return Example(**shape), DataLoader(ids, batch_size=BATCH_SIZE)  # type: ignore[arg-type]
 
 
 # The engine treats callbacks of this package like Lightning's. User hooks would change what it keeps gathered.
@@ -253,7 +251,7 @@ def _train(job: Job, strategy: str, precision: str, saves: str | None = None, re
     automatic: dict[str, Any] = {"accumulate_grad_batches": ACCUMULATE, "gradient_clip_val": CLIP}
     trainer = job.trainer(strategy, watch, precision, **(automatic if module.automatic_optimization else {}))
     watch.initial = _weights(trainer, module.state_dict())
-    trainer.fit(module, **data, ckpt_path=resumes, weights_only=False)
+    trainer.fit(module, data, ckpt_path=resumes, weights_only=False)
     watch.weights = _weights(trainer, trainer.strategy.lightning_module_state_dict())
     return watch
 
@@ -307,7 +305,7 @@ def fits(job: Job) -> Iterator[Line]:
         monitor = ZeroMonitor(every_n_steps=1)
         module, data = job.module_and_data(large=True)
         trainer = job.trainer(stage, monitor, job.precision)
-        trainer.fit(module, **data)
+        trainer.fit(module, data)
         planned, notes = monitor.planned(trainer), monitor.plan.notes if monitor.plan else ()
         if notes or not planned:
             yield stage, None, "; ".join(notes) or "there is no plan"
@@ -347,7 +345,7 @@ def fast(job: Job) -> Iterator[Line]:
         for name in ("ddp", *(["fully_shard"] if knows_raw else []), *STAGES):
             watch, steps = Watch(), WARMUP_STEPS + TIMED_STEPS
             module, data = job.module_and_data(large=True, num_batches=steps)
-            job.trainer(name, watch, precision, steps).fit(module, **data)
+            job.trainer(name, watch, precision, steps).fit(module, data)
             seconds.setdefault(name, []).append(statistics.median(watch.seconds[WARMUP_STEPS:] or watch.seconds))
     for stage in STAGES:
         yield stage, *_judge_times(stage, seconds, precision, SLACK_SECONDS[job.accelerator])
@@ -384,7 +382,7 @@ class Raise(Callback):
 def safe(job: Job) -> Iterator[Line]:
     """Raises on one rank, so no line comes from here: the process that has started the ranks sees how they end."""
     module, data = job.module_and_data()
-    job.trainer("zero3", Raise(job), FP32).fit(module, **data)
+    job.trainer("zero3", Raise(job), FP32).fit(module, data)
     yield from ()
 
 
