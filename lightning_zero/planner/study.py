@@ -60,18 +60,11 @@ def precision_name(value: Any) -> str:
 # -- a Trainer for steps that are only traced --------------------------------------------------------------------------
 
 
-class SilentTrainer(Trainer):
-    """A minimal Trainer for a traced step: it logs nothing and answers ``estimated_stepping_batches``."""
-
-    def __init__(self, max_steps: int) -> None:
-        self._planned_steps = max_steps
-        here = LightningEnvironment()  # ignores the cluster that this process may run on
-        with quiet():
-            super().__init__(barebones=True, accelerator="cpu", devices=1, max_steps=max_steps, plugins=[here])
-
-    @property
-    def estimated_stepping_batches(self) -> int | float:
-        return self._planned_steps
+def _silent_trainer(max_steps: int) -> Trainer:
+    """A Trainer that logs nothing and knows its number of steps without data."""
+    here = LightningEnvironment()  # ignores the cluster that this process may run on
+    with quiet():
+        return Trainer(barebones=True, accelerator="cpu", devices=1, max_steps=max_steps, plugins=[here])
 
 
 @contextmanager
@@ -220,7 +213,7 @@ class Study:
 
     def _set_up_optimizers(self, copied: Any) -> list[Optimizer]:
         """Attaches a silent Trainer to the copy and returns the optimizers of ``configure_optimizers``."""
-        trainer = copied.trainer = SilentTrainer(self.max_steps)
+        trainer = copied.trainer = _silent_trainer(self.max_steps)
         trainer.strategy.connect(copied)
         trainer.state.fn = TrainerFn.FITTING
         with quiet(), self.mode:
