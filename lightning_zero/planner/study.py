@@ -61,10 +61,10 @@ def precision_name(value: Any) -> str:
 
 
 def _silent_trainer(max_steps: int) -> Trainer:
-    """A Trainer that logs nothing and knows its number of steps without data."""
-    here = LightningEnvironment()  # ignores the cluster that this process may run on
-    with quiet():
-        return Trainer(barebones=True, accelerator="cpu", devices=1, max_steps=max_steps, plugins=[here])
+    """A Trainer that logs nothing and, without a limit of epochs, knows its number of steps without data."""
+    options: dict[str, Any] = {"barebones": True, "max_epochs": -1, "accelerator": "cpu", "devices": 1}
+    with quiet():  # its environment ignores the cluster that this process may run on
+        return Trainer(max_steps=max_steps, plugins=[LightningEnvironment()], **options)
 
 
 @contextmanager

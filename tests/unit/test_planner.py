@@ -75,6 +75,18 @@ def test_nothing_of_the_module_is_changed():
     assert not module.net.blocks[0]._forward_hooks
 
 
+class Scheduled(zoo.Zoo):
+    """Asks the Trainer for its number of steps."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == 1000
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_the_number_of_steps_is_known_to_the_optimizers():
+    assert plan(Scheduled(), PAIR).optimizers == ["SGD"]
+
+
 def test_a_module_on_the_meta_device_gives_the_same_plan():
     real = plan(Mlp(), TOKENS, world_size=4, config=BLOCKS)
     with torch.device("meta"):
