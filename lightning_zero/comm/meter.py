@@ -38,22 +38,26 @@ def _of(argument: str, per_rank: bool = False) -> Size:
     return lambda call, n: _nbytes(call.get(argument)) * (n if per_rank else 1)
 
 
-_EAGER: dict[str, tuple[str, tuple[str, ...], Size]] = {
-    # name -> collective, its leading parameters in order, size
-    "all_gather_single": ("all_gather", ("output", "input", "group"), _of("output")),
-    "all_gather_into_tensor": ("all_gather", ("output_tensor", "input_tensor", "group"), _of("output_tensor")),
-    "all_gather": ("all_gather", ("tensor_list", "tensor", "group"), _of("tensor_list")),
-    "reduce_scatter_single": ("reduce_scatter", ("output", "input", "op", "group"), _of("input")),
-    "reduce_scatter_tensor": ("reduce_scatter", ("output", "input", "op", "group"), _of("input")),
-    "reduce_scatter": ("reduce_scatter", ("output", "input_list", "op", "group"), _of("input_list")),
-    "all_reduce": ("all_reduce", ("tensor", "op", "group"), _of("tensor")),
-    "broadcast": ("broadcast", ("tensor", "src", "group"), _of("tensor")),
-    "all_to_all_single": (
+_EAGER: tuple[tuple[tuple[str, ...], str, tuple[str, ...], Size], ...] = (
+    # names of one function in different versions of torch, collective, its leading parameters in order, size
+    (("all_gather_single", "all_gather_into_tensor"), "all_gather", ("output", "input", "group"), _of("output")),
+    (("all_gather",), "all_gather", ("tensor_list", "tensor", "group"), _of("tensor_list")),
+    (
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+        "reduce_scatter",
+        ("output", "input", "op", "group"),
+        _of("input"),
+    ),
+    (("reduce_scatter",), "reduce_scatter", ("output", "input_list", "op", "group"), _of("input_list")),
+    (("all_reduce",), "all_reduce", ("tensor", "op", "group"), _of("tensor")),
+    (("broadcast",), "broadcast", ("tensor", "src", "group"), _of("tensor")),
+    (
+        ("all_to_all_single",),
         "all_to_all",
         ("output", "input", "output_split_sizes", "input_split_sizes", "group"),
         _of("input"),
     ),
-}
+)
 _DIRECT: dict[str, tuple[str, tuple[str, ...], Size]] = {
     "all_gather": ("all_gather", ("output", "shard", "group"), _of("output")),
     "all_gather_each": ("all_gather", ("outputs", "shards", "group"), _of("outputs")),
@@ -61,13 +65,8 @@ _DIRECT: dict[str, tuple[str, tuple[str, ...], Size]] = {
     "all_reduce": ("all_reduce", ("message", "op", "group"), _of("message")),
 }
 """Our own exchanges between CPU processes."""
-_ALIASES = {"output_tensor": "output", "input_tensor": "input"}
+_RENAMED = {"output_tensor": "output", "input_tensor": "input"}
 """Keywords that torch renamed, old name -> new name. Calls may use either."""
-_RENAMED = (
-    ("all_gather_single", "all_gather_into_tensor"),
-    ("reduce_scatter_single", "reduce_scatter_tensor"),
-)
-"""Functions that torch renamed, keeping the old names for some releases. Of each line at least one must exist."""
 
 
 class TrafficMeter:
@@ -89,10 +88,17 @@ class TrafficMeter:
         """Replaces torch's functions by counting ones. A second call does nothing."""
         if self._undo:
             return
-        _check_names()
         for module in (dist, c10d):
-            for name, (kind, parameters, size) in _EAGER.items():
-                self._replace(module, name, kind, parameters, size)
+            for names, kind, parameters, size in _EAGER:
+                found = [name for name in names if hasattr(module, name)]
+                if not found:  # the sums would silently lack its traffic
+                    self.remove()
+                    raise MovedError(
+                        f"{module.__name__} has no {' and no '.join(names)} in torch {torch.__version__} (tested with"
+                        f" torch{TESTED}), so traffic cannot be counted: use 'torch{TESTED}', or leave ZeroMonitor out."
+                    )
+                for name in found:
+                    self._replace(module, name, kind, parameters, size)
         for name, (kind, parameters, size) in _DIRECT.items():
             self._replace(direct, name, kind, parameters, size)
         for work in (dist.Work, direct.Begun):
@@ -115,9 +121,7 @@ class TrafficMeter:
         self, module: Any, name: str, kind: str = "", parameters: tuple[str, ...] = (), size: Size | None = None
     ) -> None:
         """Replaces a function by one that counts it. Without a ``size`` only its time counts."""
-        original = getattr(module, name, None)
-        if original is None:  # this torch has only the other of two names: see _check_names
-            return
+        original = getattr(module, name)
         # dist and c10d hold the same function and must get the same counting one, or a call would count twice.
         made = next((c for _, _, o, c in self._undo if o is original), None)
         counting = made or self._counting(original, kind, parameters, size)
@@ -144,8 +148,7 @@ class TrafficMeter:
         return call
 
     def _count(self, kind: str, call: dict[str, Any], size: Size) -> None:
-        for old, new in _ALIASES.items():
-            call = {**call, new: call.get(old, call.get(new)), old: call.get(new, call.get(old))}
+        call = {_RENAMED.get(name, name): value for name, value in call.items()}
         n = dist.get_world_size(call.get("group"))
         self.calls[kind] += 1
         if n <= 1:
@@ -157,15 +160,3 @@ class TrafficMeter:
         else:
             moved = nbytes * (n - 1) / n if kind == "all_to_all" else wire_bytes(kind, nbytes, n)
         self.sent[kind] += moved  # type: ignore[assignment]
-
-
-def _check_names() -> None:
-    """Raises if torch has neither name of a function: the sums would silently lack its traffic."""
-    for module in (dist, c10d):
-        for name in _EAGER:
-            names = next((pair for pair in _RENAMED if name in pair), (name,))
-            if not any(hasattr(module, each) for each in names):
-                raise MovedError(
-                    f"{module.__name__} has no {' and no '.join(names)} in torch {torch.__version__} (tested with"
-                    f" torch{TESTED}), so traffic cannot be counted: use 'torch{TESTED}', or leave ZeroMonitor out."
-                )
