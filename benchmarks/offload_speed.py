@@ -195,8 +195,10 @@ def planned(shape: str, ranks: int, accumulate: int) -> dict[str, dict[str, floa
         config=ZeroConfig(units=["model.blocks.*"]),
     )
     floor = 4.0 * made.num_parameters / ranks
+    rows = (made.row("zero2_offload"), 1), (made.row("zero3_offload"), 2)  # gathers of each shard per step
     return {
-        name: {"pcie_bytes": made.row(name).pcie, "floor_bytes": floor} for name in ("zero2_offload", "zero3_offload")
+        row.name: {"pcie_bytes": gathers * row.parameters + row.gradients, "floor_bytes": floor}
+        for row, gathers in rows
     }
 
 

@@ -21,10 +21,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,9 +73,6 @@ class Report:
     def ok(self) -> bool:
         """Returns whether no line failed."""
         return not any(row.outcome == FAIL for row in self.rows)
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.rows))
 
     def write(self, folder: Path) -> None:
         """Writes ``check.json`` and ``check.md``."""
@@ -128,12 +124,14 @@ def check(
         raise ValueError(f"timeout_seconds={timeout_seconds:g}: use more than 0.")
     on_gpu, settings = _on_gpu(accelerator), dict(settings or {})
     ZeroConfig(stage=3, **settings)
-    precision = _precision(precision, on_gpu)
+    precision = precision_name(precision)
+    if precision.startswith("16") and not on_gpu:
+        raise ValueError(f"precision={precision!r}: on CPUs use bf16-mixed or 32-true.")
     environment = _environment()
     num_devices, num_nodes = _ranks(environment, devices, on_gpu)
     is_first = environment is None or environment.global_rank() == 0
     report = Report()
-    with _scratch(Path(folder), environment) as scratch:
+    with _scratch(Path(folder), environment, is_first) as scratch:
         job = Job(
             folder=scratch,
             accelerator="gpu" if on_gpu else "cpu",
@@ -159,28 +157,9 @@ def check(
     if is_first:
         report.about |= {"versions": versions(), "hardware": hardware(), "accelerators": accelerators()}
         report.write(Path(folder))
+        verdict = "all passed" if report.ok else "not all passed"
+        print(f"{verdict}: see {Path(folder, 'check.md')}, {Path(folder, 'check.json')}", flush=True)
     return report
-
-
-def run(parts: str, devices: int | None, accelerator: str, precision: str, folder: str, timeout_seconds: float) -> int:
-    """Runs the command, and returns its exit code: 0, 1 if a line failed, 130 after Ctrl-C."""
-    try:
-        report = check(
-            parts=[part for part in parts.split(",") if part],
-            devices=devices,
-            accelerator=accelerator,
-            precision=precision,
-            folder=folder,
-            timeout_seconds=timeout_seconds,
-        )
-    except KeyboardInterrupt:
-        print("lightning-zero: interrupted; no report was written", file=sys.stderr)
-        return 130
-    if report.about.get("versions"):  # only on rank 0
-        outcomes = [row.outcome for row in report.rows]
-        counts = ", ".join(f"{outcomes.count(each)} {each}" for each in (PASS, FAIL, NOT_HERE) if each in outcomes)
-        print(f"{counts}; {Path(folder, 'check.md')}, {Path(folder, 'check.json')}", flush=True)
-    return 0 if report.ok else 1
 
 
 # -- settings --------------------------------------------------------------------------------------------------------
@@ -193,13 +172,6 @@ def _on_gpu(accelerator: str) -> bool:
     if accelerator == "gpu" and not torch.cuda.is_available():
         raise ValueError("accelerator='gpu': torch finds no GPU here (lightning-zero doctor); use cpu.")
     return accelerator != "cpu" and torch.cuda.is_available()
-
-
-def _precision(precision: Any, on_gpu: bool) -> str:
-    name = precision_name(precision)
-    if name.startswith("16") and not on_gpu:
-        raise ValueError(f"precision={name!r}: on CPUs use bf16-mixed or 32-true.")
-    return name
 
 
 def _pickle() -> Any:
@@ -241,26 +213,23 @@ def _ranks(environment: Any, asked: int | None, on_gpu: bool) -> tuple[int, int]
 
 
 @contextmanager
-def _scratch(folder: Path, environment: Any) -> Iterator[str]:
+def _scratch(folder: Path, environment: Any, is_first: bool) -> Iterator[str]:
     """Provides a folder for results and checkpoints and removes it afterwards, also after SIGTERM or Ctrl-C."""
 
     def interrupt(*unused: Any) -> None:
         raise KeyboardInterrupt
 
-    prefix, is_first = ".lightning-zero-check-", environment is None or environment.global_rank() == 0
+    name = os.getpid() if environment is None else environment.main_port  # ranks must choose the same name
+    made = folder.resolve() / f".lightning-zero-check-{name}"
     try:
-        if environment is None:
-            made = tempfile.mkdtemp(prefix=prefix, dir=folder.resolve())
-        else:  # all ranks must choose the same name
-            made = str(folder.resolve() / f"{prefix}{environment.main_port}")
-            if is_first:
-                shutil.rmtree(made, ignore_errors=True)
-                Path(made).mkdir()
+        if is_first:
+            shutil.rmtree(made, ignore_errors=True)
+            made.mkdir()
     except OSError as error:
         raise OSError(f"{folder} is not writable ({error.strerror}): choose another folder (--out).") from None
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield made
+        yield str(made)
     finally:
         signal.signal(signal.SIGTERM, before)
         if is_first:
@@ -272,27 +241,22 @@ def _run(job: Job, environment: Any, timeout_seconds: float) -> tuple[list[Row],
     if job.name == "safe" and (environment is not None or job.world_size == 1):
         why = "one rank waits for no other" if environment is None else "the launcher of the ranks also ends them"
         return [Row(job.name, "zero3", NOT_HERE, why)], ""
-    error, output = _processes(job, environment, timeout_seconds)
+    failure, output = _processes(job, environment, timeout_seconds)
     if job.name == "safe":
-        return [_safe(job, error, output, time.time())], output
-    error = error and f"{error}: {_last_error(output)}"
+        return [_safe(job, failure, output, time.time())], output
+    failure = failure and f"{failure}: {_last_error(output)}"
     if environment is not None and (rank := environment.global_rank()):
-        if error:  # the report, which only rank 0 writes, does not have it
+        if failure:  # the report, which only rank 0 writes, does not have it
             print(output, file=sys.stderr, flush=True)
-        return [Row(job.name, f"rank {rank}", FAIL, error)] if error else [], output
-    found = {what: (passes, figures) for what, passes, figures in _lines(job)}
-    rows = []
-    for what in job.lines:
-        passes, figures = found.get(what, (False, error or "no result"))
-        rows.append(Row(job.name, what, NOT_HERE if passes is None else PASS if passes else FAIL, figures))
-    if error and len(found) == len(rows):
-        rows.append(Row(job.name, "end", FAIL, error))
-    return rows, output
-
-
-def _lines(job: Job) -> list[Any]:
+        return [Row(job.name, f"rank {rank}", FAIL, failure)] if failure else [], output
     path = Path(job.path(f"{job.name}.jsonl"))
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    outcomes = {True: PASS, False: FAIL, None: NOT_HERE}
+    rows = [Row(job.name, what, outcomes[passes], figures) for what, passes, figures in lines]
+    rows += [Row(job.name, what, FAIL, failure or "no result") for what in job.lines[len(lines) :]]
+    if failure and len(lines) == len(rows):
+        rows.append(Row(job.name, "end", FAIL, failure))
+    return rows, output
 
 
 def _processes(job: Job, environment: Any, timeout_seconds: float) -> tuple[str, str]:
@@ -311,23 +275,18 @@ def _processes(job: Job, environment: Any, timeout_seconds: float) -> tuple[str,
         text=True,
         errors="replace",
     )
+    failure, output = f"not done after {timeout_seconds:g} s", "the other ranks did not end"
     try:
         output, _ = process.communicate(timeout=timeout_seconds)
+        failure = f"ended with code {process.returncode}" if process.returncode else ""
     except subprocess.TimeoutExpired:
-        return f"not done after {timeout_seconds:g} s", _ended(process)
-    except BaseException:  # Ctrl-C
-        _ended(process)
-        raise
-    return f"ended with code {process.returncode}" if process.returncode else "", output
-
-
-def _ended(process: subprocess.Popen[str]) -> str:
-    """Kills rank 0, whose supervisor then ends the other ranks. Returns the output."""
-    process.kill()
-    try:
-        return process.communicate(timeout=GONE_SECONDS)[0]
-    except subprocess.TimeoutExpired:
-        return "the other ranks did not end"
+        pass
+    finally:
+        if process.poll() is None:  # the supervisor of rank 0 then ends the other ranks
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                output, _ = process.communicate(timeout=GONE_SECONDS)
+    return failure, output
 
 
 def _last_error(output: str) -> str:

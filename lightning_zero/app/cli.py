@@ -13,9 +13,9 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning_zero
 from lightning_zero.checkpoint import FORMATS
@@ -115,8 +115,8 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    """Prints versions, accelerators, backends, limits, shared memory and whether two processes can exchange tensors;
-    exits with 1 if they cannot."""
+    """Prints versions, hardware, shared memory and whether two processes can exchange tensors; exits with 1 if they
+    cannot."""
     from lightning_zero.app.doctor import run
 
     sys.exit(run(arguments.timeout, arguments.json))
@@ -138,16 +138,22 @@ def _check(arguments: argparse.Namespace) -> None:
     """Trains a small GPT under DDP and stages 1 to 3 on what is here, in about three minutes. Prints whether losses,
     weights and a resumed checkpoint are the same, memory is as planned, steps are as fast, and a failing rank ends all;
     writes check.json and check.md; exits with 1 where one of them fails."""
-    from lightning_zero.app.check import run
+    from lightning_zero.app.check import check
 
     try:
-        status = run(
-            *(arguments.only, arguments.devices, arguments.accelerator, arguments.precision, arguments.out),
-            arguments.timeout,
+        report = check(
+            parts=[part for part in arguments.only.split(",") if part],
+            devices=arguments.devices,
+            accelerator=arguments.accelerator,
+            precision=arguments.precision,
+            folder=arguments.out,
+            timeout_seconds=arguments.timeout,
         )
+    except KeyboardInterrupt:
+        _exit_with("interrupted; no report was written", 130)
     except (OSError, ValueError) as error:
         _exit_with(str(error))
-    sys.exit(status)
+    sys.exit(0 if report.ok else 1)
 
 
 def _add_init(parser: argparse.ArgumentParser) -> None:
@@ -227,9 +233,10 @@ def run_command(command: str, cfg: Any) -> float | None:
     if module is None:
         raise ConfigError("model is empty: set it, such as model=gpt or model=custom model._target_=my_module.MyClass")
     _put_checkpoints_in(run_folder, trainer)
-    rank_zero_only(_save_resolved)(cfg, run_folder)
     with _ranks_end_with_us():
-        results = _call(trainer, command, module, data, cfg.ckpt_path)
+        # Lightning refuses it for ranks that are spawned or forked, which return no predictions
+        options = {"return_predictions": True} if command == "predict" else {}
+        results = getattr(trainer, command)(module, data, ckpt_path=cfg.ckpt_path, **options)
         if command == "predict":
             import torch
 
@@ -306,28 +313,10 @@ def submit(cfg: Any, run_folder: Path) -> None:
     print(done.stdout.strip(), flush=True)
 
 
-def _call(trainer: Any, command: str, module: Any, data: Any, ckpt_path: str | None) -> Any:
-    from lightning.pytorch import LightningDataModule
-
-    function: Callable[..., Any] = getattr(trainer, command)
-    # Lightning refuses it for ranks that are spawned or forked, which return no predictions
-    options = {"return_predictions": True} if command == "predict" else {}
-    if data is None or isinstance(data, LightningDataModule):
-        return function(module, datamodule=data, ckpt_path=ckpt_path, **options)
-    return function(module, data, ckpt_path=ckpt_path, **options)
-
-
 def _put_checkpoints_in(run_folder: Path, trainer: Any) -> None:
     for callback in trainer.checkpoint_callbacks:
         if getattr(callback, "dirpath", "") is None:
             callback.dirpath = str(run_folder / "checkpoints")
-
-
-def _save_resolved(cfg: Any, run_folder: Path) -> None:
-    from omegaconf import OmegaConf
-
-    run_folder.mkdir(parents=True, exist_ok=True)
-    (run_folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
 
 
 # -- the end of a run ------------------------------------------------------------------------------------------------
@@ -372,7 +361,7 @@ def _user_errors_in_one_line() -> Iterator[None]:
         _exit_with(str(error), 1)
 
 
-def _exit_with(message: str, status: int = 2) -> None:
+def _exit_with(message: str, status: int = 2) -> NoReturn:
     sys.stderr.write(f"lightning-zero: error: {message.strip()}\n")
     sys.stderr.flush()
     sys.exit(status)

@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 import os
 import platform
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -62,8 +60,6 @@ def examine(timeout_seconds: float = 120.0) -> dict[str, Section]:
         "versions": versions,
         "hardware": hardware,
         "accelerators": accelerators,
-        "backends": _backends,
-        "limits": _limits,
         "two processes": lambda: _collectives(timeout_seconds),
     }
     found = {}
@@ -75,20 +71,14 @@ def examine(timeout_seconds: float = 120.0) -> dict[str, Section]:
     return found
 
 
-def report(found: dict[str, Section]) -> str:
-    """Formats the findings as text."""
-    lines = []
-    for name, section in found.items():
-        lines.append(f"{name}:")
-        width = max((len(key) for key in section), default=0)
-        lines += [f"  {key:<{width}}  {value}" for key, value in section.items()] or ["  none"]
-    return "\n".join(lines)
-
-
 def run(timeout_seconds: float, as_json: bool) -> int:
     """Prints the findings; returns 0 if two processes on this machine can exchange tensors, else 1."""
     found = examine(timeout_seconds)
-    print(json.dumps(found, indent=1) if as_json else report(found), flush=True)
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        for name, section in found.items():
+            print(f"{name}:", *(f"  {key:<28}  {value}" for key, value in section.items()), sep="\n")
     return 0 if found["two processes"].get("gloo", "").startswith("works") else 1
 
 
@@ -103,7 +93,8 @@ def versions() -> Section:
             made[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             made[package] = "no: not installed"
-    made["torch built for"] = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    nccl = f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if dist.is_nccl_available() else ""
+    made["torch built for"] = f"CUDA {torch.version.cuda}{nccl}" if torch.version.cuda else "CPU"
     compiler = os.environ.get("CXX", "c++")
     made[f"{compiler} (torch.compile)"] = shutil.which(compiler) or "no: not found"
     return made
@@ -132,44 +123,14 @@ def _shared_memory(folder: str = "/dev/shm") -> str:
 
 
 def accelerators() -> Section:
-    """Name and memory of each device; takes some memory of CUDA devices."""
+    """Name and memory of each GPU; takes some memory of them."""
     made = {}
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            made[f"cuda:{index}"] = (
-                f"{properties.name}, {properties.total_memory / GIB:.1f} GiB,"
-                f" compute capability {properties.major}.{properties.minor}"
-            )
-    elif torch.version.cuda:
-        made["cuda"] = "no: torch is built for CUDA, but finds no device (check whether nvidia-smi does)"
-    else:
-        made["cuda"] = "no: torch is built for the CPU"
-    if hasattr(torch, "xpu") and torch.xpu.is_available():
-        made["xpu"] = f"{torch.xpu.device_count()} devices"
-    return made
-
-
-def _backends() -> Section:
-    made = {}
-    for name in dist.Backend.backend_list:
-        check = getattr(dist, f"is_{name}_available", None)
-        if check is not None:
-            made[name] = "available" if check() else "no: not in this build of torch"
-    if made.get("nccl") == "available" and torch.cuda.is_available():
-        made["nccl"] += f", {'.'.join(map(str, torch.cuda.nccl.version()))}"
-    return made
-
-
-def _limits() -> Section:
-    def said(kind: int, unit: int, name: str) -> str:
-        soft, _ = resource.getrlimit(kind)
-        return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / unit:.0f} {name}"
-
-    return {
-        "open files": said(resource.RLIMIT_NOFILE, 1, "(ulimit -n)"),
-        "locked memory": said(resource.RLIMIT_MEMLOCK, 2**20, "MiB (ulimit -l; pinned memory)"),
-    }
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        capability = f"compute capability {gpu.major}.{gpu.minor}"
+        made[f"cuda:{index}"] = f"{gpu.name}, {gpu.total_memory / GIB:.1f} GiB, {capability}"
+    missing = "finds no device (check whether nvidia-smi does)" if torch.version.cuda else "is built for the CPU"
+    return made or {"cuda": f"no: torch {missing}"}
 
 
 def _collectives(timeout_seconds: float) -> Section:
@@ -191,7 +152,18 @@ def two_processes(backend: str, timeout_seconds: float) -> tuple[list[list[str]]
     """Lets two processes of this machine all-reduce a tensor. Returns the lines that each has printed, and ``"no: "``
     with the reason if they could not in time, or else ``""``."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [_start_rank(backend, Path(folder), rank, timeout_seconds) for rank in (0, 1)]
+        arguments = [[backend, f"{folder}/store", str(rank), str(timeout_seconds)] for rank in (0, 1)]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", _RANK, *each],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            )
+            for each in arguments
+        ]
         try:
             outputs = [process.communicate(timeout=timeout_seconds)[0].strip().splitlines() for process in ranks]
         except subprocess.TimeoutExpired:
@@ -205,14 +177,3 @@ def two_processes(backend: str, timeout_seconds: float) -> tuple[list[list[str]]
         if "works" not in lines:  # the exit status does not count: a process may crash while it ends
             return outputs, f"no: {lines[-1] if lines else f'exit code {process.returncode}'}"
     return outputs, ""
-
-
-def _start_rank(backend: str, folder: Path, rank: int, timeout_seconds: float) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", _RANK, backend, str(folder / "store"), str(rank), str(timeout_seconds)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )

@@ -11,8 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
+import time
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
@@ -20,13 +24,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from lightning_zero.app.sweep import RunRecord
 from lightning_zero.config import PlanConfig, ZeroConfig, closest
 from lightning_zero.launch.launcher import LaunchedDDP
 from lightning_zero.launch.slurm import SlurmJob, run_stamp
@@ -156,6 +159,15 @@ def register_configs() -> None:
 # -- the way out -----------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _as_config_error(prefix: str = "") -> Iterator[None]:
+    """Raises a wrong setting as :class:`ConfigError`, which is printed without a traceback."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{prefix}{error}") from error
+
+
 def make_strategy(**settings: Any) -> DDPStrategy | str:
     """A value for ``Trainer(strategy=...)``, from the ``strategy`` group (also through Hydra's ``instantiate``).
 
@@ -181,18 +193,14 @@ def make_zero_config(settings: Mapping[str, Any] | DictConfig) -> ZeroConfig:
     """A validated :class:`ZeroConfig` from the ``strategy`` group."""
     values = to_plain(settings)
     values.pop("_target_", None)
-    try:
+    with _as_config_error("strategy: "):
         return ZeroConfig.from_kwargs(**values)
-    except ValueError as error:
-        raise ConfigError(f"strategy: {error}") from error
 
 
 def make_plan_config(cfg: DictConfig) -> PlanConfig:
     """A validated :class:`PlanConfig` from the node ``plan``."""
-    try:
+    with _as_config_error():
         return PlanConfig(**to_plain(cfg.get("plan") or {}))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(str(error)) from error
 
 
 def make_trainer(cfg: DictConfig, **more: Any) -> Trainer:
@@ -219,10 +227,33 @@ def make_trainer(cfg: DictConfig, **more: Any) -> Trainer:
     arguments["callbacks"] = _without_switched_off(arguments)
     if HydraConfig.initialized():
         arguments["callbacks"] = [*(arguments.get("callbacks") or []), RunRecord()]
-    try:
+    with _as_config_error("trainer: "):  # MisconfigurationException is neither: see cli
         return Trainer(**arguments)
-    except (ValueError, TypeError) as error:  # MisconfigurationException is neither: see cli
-        raise ConfigError(f"trainer: {error}") from error
+
+
+class RunRecord(Callback):
+    """Writes the final metrics, the steps and the seconds of a fit into ``result.json`` in the folder of its Hydra job.
+
+    The metrics are the Trainer's ``callback_metrics``, so no logger is needed.
+    """
+
+    def __init__(self) -> None:
+        self._folder = Path(HydraConfig.get().runtime.output_dir)  # read it now: a spawned rank has no HydraConfig
+        self._since = 0.0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._since = time.perf_counter()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        record = {
+            "seconds": time.perf_counter() - self._since,
+            "steps": trainer.global_step,
+            "ranks": trainer.world_size,
+            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        }
+        (self._folder / "result.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 def _without_switched_off(arguments: Mapping[str, Any]) -> list[Callback] | None:
@@ -274,10 +305,8 @@ def make_slurm_job(cfg: DictConfig) -> SlurmJob:
     """The validated settings of the group ``launcher=slurm``."""
     check_launcher(cfg, "slurm")
     settings = {key: value for key, value in to_plain(cfg.launcher).items() if key != "name"}
-    try:
+    with _as_config_error():
         return SlurmJob(**settings)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(str(error)) from error
 
 
 def meant(error: BaseException) -> str:

@@ -3,8 +3,15 @@
 A *window* is one optimizer step with its micro-batches, from the end of the previous step to the end of this one.
 Validation, checkpoints and the time between epochs are part of no window.
 
-[Times] The host's clock, read when a batch ends: on an accelerator the host runs ahead of the device, so average over
-many steps. A trace (``profile=true``) shows how much of the communication does not overlap with compute.
+[Times] The host's clock. The four parts add up to the seconds of a step:
+
+    data            from the end of a batch to the start of the next one
+    optimizer       from the first ``on_before_optimizer_step`` of a batch to its end
+    communication   the main thread inside collectives and their waits, at any of these times
+    compute         the rest
+
+On an accelerator the host only queues work: its parts show where the host spends its time. A trace (``profile=true``)
+shows how much of the communication does not overlap with compute. DDP's reducer communicates unseen, in C++.
 
 [Bytes] Parameters, gradients and optimizer states are counted tensor by tensor, in a few windows. Traffic is counted by
 :class:`~lightning_zero.comm.meter.TrafficMeter` in all windows.
@@ -14,35 +21,26 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_zero.comm.meter import TrafficMeter
 from lightning_zero.engines.model_state import KINDS as STATES
 from lightning_zero.engines.model_state import ModelState, plain_state
-from lightning_zero.planner import Plan, Planner, row_name
+from lightning_zero.planner import Plan, Planner, aligned, row_name
 from lightning_zero.private.lightning import comm_hook
-from lightning_zero.private.torch import pytree
+
+T = TypeVar("T")
 
 MIB = 2**20
-
-
-@dataclass
-class _Window:
-    """One optimizer step, from its begin."""
-
-    begin: float
-    sent: Counter[str]
-    """The meter's bytes at the begin."""
-    samples: int = 0
+PARTS = ("data", "compute", "communication", "optimizer")
+"""The parts of a step's time."""
 
 
 class ZeroMonitor(Callback):
@@ -66,15 +64,15 @@ class ZeroMonitor(Callback):
         self.rows: list[dict[str, float]] = []
         self.meter = TrafficMeter()
         self._planner: Planner | None = None
-        self._ddp: DistributedDataParallel | None = None
-        self._ddp_bytes = 0
+        self._part, self._since, self._waited = "data", 0.0, 0.0
+        """The current part of a step, its begin, and the meter's seconds at that time."""
 
     # -- life ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and self.predict:
             # Copy the structure now, before the module is sharded; trace it with the first batch.
-            self._planner = _planner_for(trainer, pl_module)
+            self._planner = _or_warn(lambda: Planner.of_run(trainer, pl_module))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         device = trainer.strategy.root_device
@@ -82,29 +80,24 @@ class ZeroMonitor(Callback):
         self._recent: Counter[str] = Counter()
         """Sums since the last log."""
         self._totals: Counter[str] = Counter()
+        self._window: Counter[str] | None = None
+        """Seconds of each part since the window began."""
         self._state = dict.fromkeys(STATES, 0)
         self._elsewhere: dict[str, int] = {}
-        self._window: _Window | None = None
         self._num_windows = self._global_step = 0
         self._counts_state = False
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        model: Any = trainer.strategy.model
         # A user's communication hook calls torch.distributed, which the meter counts
-        if isinstance(model, DistributedDataParallel) and comm_hook(trainer.strategy) is None:
-            self._ddp, self._ddp_bytes = model, _bytes_reduced(model)
+        self._ddp_bytes = 0 if comm_hook(trainer.strategy) is not None else _bytes_reduced(trainer.strategy.model)
         self.meter.install()
         self._sent: Counter[str] = Counter()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._end()
+        self.meter.remove()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._end()
-
-    def _end(self) -> None:
         self.meter.remove()
-        self._ddp = None
 
     # -- windows -------------------------------------------------------------------------------------------------
 
@@ -115,21 +108,32 @@ class ZeroMonitor(Callback):
         self._window = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._planner is not None:
-            self._make_plan(batch)
-        window = self._window or self._open()
-        window.samples += _num_samples(batch)
+        if (planner := self._planner) is not None:
+            self._planner, self.plan = None, _or_warn(lambda: planner(batch))
+        self._enter("compute")
+        if self._window is None:
+            self._open()
         self._counts_state = self._num_windows == 1 or self._num_windows % self._interval(trainer) == 0
 
-    def _open(self) -> _Window:
-        self._window = _Window(time.perf_counter(), Counter(self.meter.sent))
-        return self._window
+    def _open(self) -> None:
+        self._window, self._sent_before = Counter(), Counter(self.meter.sent)
+
+    def _enter(self, part: str) -> None:
+        """Ends the current part of a step and begins ``part``."""
+        now, waited = time.perf_counter(), self.meter.seconds
+        if self._window is not None:
+            communication = waited - self._waited
+            self._window[self._part] += now - self._since - communication  # type: ignore[assignment]
+            self._window["communication"] += communication  # type: ignore[assignment]
+        self._part, self._since, self._waited = part, now, waited
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._ddp is not None and self._ddp.require_backward_grad_sync:
+        model: Any = trainer.strategy.model
+        if self._ddp_bytes and model.require_backward_grad_sync:
             self.meter.add("all_reduce", self._ddp_bytes, trainer.world_size)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self._enter("optimizer")
         if self._counts_state:  # counting walks all tensors, so only some windows do it
             state = state_of_run(trainer, pl_module)
             self._state["parameters"] = state.held("parameters")
@@ -138,32 +142,28 @@ class ZeroMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step == self._global_step or self._window is None:
-            return  # a micro-batch that only accumulated
-        self._global_step = trainer.global_step
-        if self._counts_state:
+        has_stepped = self._window is not None and trainer.global_step != self._global_step
+        if has_stepped and self._counts_state:
             state = state_of_run(trainer, pl_module)
             self._state["optimizer"] = state.held("optimizer")
             self._elsewhere = {place: state.at(place) for place in ("host", "disk")}
-        self._close(self._window)
-        self._open()
+        self._enter("data")
+        if not has_stepped:
+            return
+        self._global_step = trainer.global_step
+        self._close()
         if self._num_windows % self._interval(trainer) == 0:
             self._log(trainer, pl_module)
 
-    def _close(self, window: _Window) -> None:
+    def _close(self) -> None:
         if self._num_windows == 1:  # drop the first: warm-up, and waits for ranks that were slow to plan
             for counted in (self._recent, self._totals, self._sent):
                 counted.clear()
         self._num_windows += 1
-        found: dict[str, float] = {
-            "seconds": time.perf_counter() - window.begin,
-            "steps": 1,
-            "samples": window.samples,
-        }
         for sums in (self._recent, self._totals):
-            sums.update(found)  # type: ignore[arg-type]
-        for kind, value in self.meter.sent.items():
-            self._sent[kind] += value - window.sent[kind]
+            sums.update(self._window, steps=1)
+        self._sent += self.meter.sent - self._sent_before
+        self._open()
 
     def _interval(self, trainer: Trainer) -> int:
         return self.every_n_steps or int(getattr(trainer, "log_every_n_steps", 0)) or 50
@@ -171,10 +171,8 @@ class ZeroMonitor(Callback):
     # -- readings ------------------------------------------------------------------------------------------------
 
     def _rates(self, sums: Mapping[str, float]) -> dict[str, float]:
-        steps, seconds = sums["steps"], sums["seconds"]
-        if not steps or not seconds:
-            return {}
-        return {"step_seconds": seconds / steps, "samples_per_second": sums["samples"] / seconds}
+        parts = {f"{part}_seconds": sums[part] / sums["steps"] for part in PARTS if sums["steps"]}
+        return {"step_seconds": sum(parts.values()), **parts} if parts else {}
 
     def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
         values = {f"zero/{name}": value for name, value in self._rates(self._recent).items()}
@@ -182,32 +180,23 @@ class ZeroMonitor(Callback):
         values |= {f"zero/{kind}_bytes": float(value) for kind, value in self._state.items()}
         values["zero/memory_peak_bytes"] = float(_memory_peak(trainer.strategy.root_device))
         values["zero/sent_bytes_per_step"] = sum(self._sent.values()) / max(self._num_windows - 1, 1)
-        shown = "zero/samples_per_second"
         for name, value in values.items():
-            pl_module.log(name, value, prog_bar=name == shown, rank_zero_only=True, on_step=True, on_epoch=False)
+            pl_module.log(name, value, rank_zero_only=True, on_step=True, on_epoch=False)
 
     # -- plan and table ------------------------------------------------------------------------------------------
-
-    def _make_plan(self, batch: Any) -> None:
-        assert self._planner is not None
-        planner, self._planner = self._planner, None
-        try:
-            self.plan = planner(batch)
-        except Exception as error:  # a run must not fail because its plan failed
-            rank_zero_warn(f"ZeroMonitor: no plan, {type(error).__name__}: {error}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._global_step = trainer.global_step  # not 0 when a run is resumed
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end()  # the ranks' exchange of rows is part of no step
+        self.meter.remove()  # the ranks' exchange of rows is part of no step
         steps = max(self._num_windows - 1, 1)
         mine: dict[str, float] = {f"{kind} bytes": float(self._state[kind]) for kind in STATES}
         mine |= {f"of these on {place} bytes": float(held) for place, held in self._elsewhere.items() if held}
         mine["memory peak bytes"] = float(_memory_peak(trainer.strategy.root_device))
         mine |= {f"sent per step: {kind} bytes": value / steps for kind, value in sorted(self._sent.items())}
         mine |= self._rates(self._totals)
-        self.rows = _of_every_rank(mine)
+        self.rows = of_every_rank(mine)
         rank_zero_only(print)(f"\n{self.table(trainer)}", flush=True)
 
     def table(self, trainer: Trainer | None = None) -> str:
@@ -220,13 +209,7 @@ class ZeroMonitor(Callback):
             label = name.replace(" bytes", ", MiB") if name.endswith("bytes") else name
             cells = [_cell(name, row.get(name)) for row in self.rows]
             lines.append([label, *([_cell(name, planned.get(name))] if planned else []), *cells])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = [
-            "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
-            for line in lines
-        ]
-        text.insert(1, "-" * len(text[0]))
-        return "\n".join(text)
+        return "\n".join(aligned(lines))
 
     def planned(self, trainer: Trainer | None) -> dict[str, float]:
         """The plan's figures for the run, under the names of ``rows``; empty if the plan does not cover the run."""
@@ -248,29 +231,26 @@ def state_of_run(trainer: Trainer, module: LightningModule) -> ModelState:
     return plain_state(module, trainer.optimizers) if engine is None else engine.model_state(trainer.optimizers)
 
 
-def _planner_for(trainer: Trainer, module: LightningModule) -> Planner | None:
+def _or_warn(make: Callable[[], T]) -> T | None:
+    """Returns what ``make`` returns; a run must not fail because its plan failed."""
     try:
-        return Planner.of_run(trainer, module)
-    except Exception as error:  # as in _make_plan
+        return make()
+    except Exception as error:  # user code can raise anything
         rank_zero_warn(f"ZeroMonitor: no plan, {type(error).__name__}: {error}")
         return None
 
 
-def _bytes_reduced(model: DistributedDataParallel) -> int:
-    """Bytes that DDP reduces in each synchronized backward.
+def _bytes_reduced(model: Any) -> int:
+    """Bytes that DDP reduces in each synchronized backward; 0 for other models.
 
     DDP's reducer calls the process group from C++, where the meter cannot count. A communication hook could count, but
     it would replace the reducer that a run without the monitor uses.
     """
+    if not isinstance(model, DistributedDataParallel):
+        return 0
     ignored = set(model.parameters_to_ignore)
     reduced = (p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored)
     return sum(p.numel() * p.element_size() for p in reduced)
-
-
-def _num_samples(batch: Any) -> int:
-    """Size of the first dimension of the batch's first tensor."""
-    sizes = (int(t.shape[0]) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim())
-    return next(sizes, 0)
 
 
 def _memory_peak(device: torch.device) -> int:
@@ -283,12 +263,13 @@ def _memory_peak(device: torch.device) -> int:
     return rss if sys.platform == "darwin" else rss * 1024
 
 
-def _of_every_rank(mine: dict[str, float]) -> list[dict[str, float]]:
-    if not (dist.is_available() and dist.is_initialized()):
-        return [mine]
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, mine)
-    return rows
+def of_every_rank(value: T) -> list[T]:
+    """Returns each rank's ``value`` (collective)."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _cell(name: str, value: float | None) -> str:

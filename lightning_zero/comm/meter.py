@@ -1,14 +1,14 @@
-"""Counts traffic: calls and bytes of the collectives that Python starts through ``torch.distributed``.
+"""Counts traffic: calls, bytes and host seconds of the collectives that Python starts through ``torch.distributed``.
 
-The tables below list how many bytes each function moves; all code that counts traffic uses them. The bytes sent and
-received are those of :func:`lightning_zero.comm.costs.wire_bytes`. Rings and direct exchanges send exactly that many;
-gloo's own reduce-scatter may send more. Bytes that ranks on one host read from each other's memory count in the same
-way.
+The tables below list how many bytes each function moves; all code that counts traffic uses them. The bytes sent are
+those of :func:`lightning_zero.comm.costs.wire_bytes`. Rings and direct exchanges send exactly that many; gloo's own
+reduce-scatter may send more. Bytes that ranks on one host read from each other's memory count in the same way.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable
 from functools import wraps
@@ -31,35 +31,35 @@ def _nbytes(tensors: Any) -> float:
     return sum(map(_nbytes, tensors)) if isinstance(tensors, Iterable) else 0.0
 
 
-_EAGER: dict[str, tuple[str, tuple[str, ...], str]] = {
-    # name -> collective, its leading parameters in order, the one that holds the full tensor
-    "all_gather_single": ("all_gather", ("output", "input", "group"), "output"),
-    "all_gather_into_tensor": ("all_gather", ("output_tensor", "input_tensor", "group"), "output_tensor"),
-    "all_gather": ("all_gather", ("tensor_list", "tensor", "group"), "tensor_list"),
-    "reduce_scatter_single": ("reduce_scatter", ("output", "input", "op", "group"), "input"),
-    "reduce_scatter_tensor": ("reduce_scatter", ("output", "input", "op", "group"), "input"),
-    "reduce_scatter": ("reduce_scatter", ("output", "input_list", "op", "group"), "input_list"),
-    "all_reduce": ("all_reduce", ("tensor", "op", "group"), "tensor"),
-    "broadcast": ("broadcast", ("tensor", "src", "group"), "tensor"),
-    "all_to_all_single": (
+_EAGER: tuple[tuple[tuple[str, ...], str, tuple[str, ...], str], ...] = (
+    # names of one function in different versions of torch, collective, its leading parameters in order, the one that
+    # holds the full tensor
+    (("all_gather_single", "all_gather_into_tensor"), "all_gather", ("output", "input", "group"), "output"),
+    (("all_gather",), "all_gather", ("tensor_list", "tensor", "group"), "tensor_list"),
+    (
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+        "reduce_scatter",
+        ("output", "input", "op", "group"),
+        "input",
+    ),
+    (("reduce_scatter",), "reduce_scatter", ("output", "input_list", "op", "group"), "input_list"),
+    (("all_reduce",), "all_reduce", ("tensor", "op", "group"), "tensor"),
+    (("broadcast",), "broadcast", ("tensor", "src", "group"), "tensor"),
+    (
+        ("all_to_all_single",),
         "all_to_all",
         ("output", "input", "output_split_sizes", "input_split_sizes", "group"),
         "input",
     ),
-}
+)
 _DIRECT: dict[str, tuple[str, tuple[str, ...], str]] = {
     "all_gather": ("all_gather", ("output", "shard", "group"), "output"),
     "all_gather_each": ("all_gather", ("outputs", "shards", "group"), "outputs"),
     "reduce_scatter": ("reduce_scatter", ("output", "full", "group"), "full"),
 }
 """Our own exchanges between CPU processes."""
-_ALIASES = {"output_tensor": "output", "input_tensor": "input"}
+_RENAMED = {"output_tensor": "output", "input_tensor": "input"}
 """Keywords that torch renamed, old name -> new name. Calls may use either."""
-_RENAMED = (
-    ("all_gather_single", "all_gather_into_tensor"),
-    ("reduce_scatter_single", "reduce_scatter_tensor"),
-)
-"""Functions that torch renamed, keeping the old names for some releases. Of each line at least one must exist."""
 
 
 class TrafficMeter:
@@ -72,7 +72,8 @@ class TrafficMeter:
         self.calls: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         """Collective -> bytes sent by this rank."""
-        self.received: Counter[str] = Counter()
+        self.seconds = 0.0
+        """Time of the main thread inside collectives and their waits. On an accelerator both only queue work."""
         self._depth = threading.local()
         self._undo: list[tuple[Any, str, Any, Any]] = []
 
@@ -80,12 +81,21 @@ class TrafficMeter:
         """Replaces torch's functions by counting ones. A second call does nothing."""
         if self._undo:
             return
-        _check_names()
         for module in (dist, c10d):
-            for name, (kind, parameters, full) in _EAGER.items():
-                self._replace(module, name, kind, parameters, full)
+            for names, kind, parameters, full in _EAGER:
+                found = [name for name in names if hasattr(module, name)]
+                if not found:  # the sums would silently lack its traffic
+                    self.remove()
+                    raise MovedError(
+                        f"{module.__name__} has no {' and no '.join(names)} in torch {torch.__version__} (tested with"
+                        f" torch{TESTED}), so traffic cannot be counted: use 'torch{TESTED}', or leave ZeroMonitor out."
+                    )
+                for name in found:
+                    self._replace(module, name, kind, parameters, full)
         for name, (kind, parameters, full) in _DIRECT.items():
             self._replace(direct, name, kind, parameters, full)
+        for work in (dist.Work, direct.Begun):
+            self._replace(work, "wait")
 
     def remove(self) -> None:
         """Restores torch's functions, except those that other code has replaced meanwhile."""
@@ -98,14 +108,13 @@ class TrafficMeter:
         """Counts a collective that C++ starts, so that no function here sees it; ``nbytes`` is of the full tensor."""
         self.calls[kind] += 1
         if world_size > 1:
-            moved = wire_bytes(kind, nbytes, world_size)
-            self.sent[kind] += moved  # type: ignore[assignment]
-            self.received[kind] += moved  # type: ignore[assignment]
+            self.sent[kind] += wire_bytes(kind, nbytes, world_size)  # type: ignore[assignment]
 
-    def _replace(self, module: Any, name: str, kind: str, parameters: tuple[str, ...], full: str) -> None:
-        original = getattr(module, name, None)
-        if original is None:  # this torch has only the other of two names: see _check_names
-            return
+    def _replace(
+        self, module: Any, name: str, kind: str = "", parameters: tuple[str, ...] = (), full: str = ""
+    ) -> None:
+        """Replaces a function by one that counts it. Without ``full`` only its time counts."""
+        original = getattr(module, name)
         # dist and c10d hold the same function and must get the same counting one, or a call would count twice.
         made = next((c for _, _, o, c in self._undo if o is original), None)
         counting = made or self._counting(original, kind, parameters, full)
@@ -119,39 +128,28 @@ class TrafficMeter:
         def call(*args: Any, **kwargs: Any) -> Any:
             if getattr(depth, "value", 0):
                 return original(*args, **kwargs)
-            depth.value = 1
+            depth.value, since = 1, time.perf_counter()
             try:
                 return original(*args, **kwargs)
             finally:
                 depth.value = 0
-                self._count(kind, dict(zip(parameters, args, strict=False)) | kwargs, full)
+                if threading.current_thread() is threading.main_thread():
+                    self.seconds += time.perf_counter() - since
+                if full:
+                    self._count(kind, dict(zip(parameters, args, strict=False)) | kwargs, full)
 
         return call
 
     def _count(self, kind: str, call: dict[str, Any], full: str) -> None:
-        for old, new in _ALIASES.items():
-            call = {**call, new: call.get(old, call.get(new)), old: call.get(new, call.get(old))}
+        call = {_RENAMED.get(name, name): value for name, value in call.items()}
         n = dist.get_world_size(call.get("group"))
         self.calls[kind] += 1
         if n <= 1:
             return
         nbytes = _nbytes(call.get(full))
         if kind == "broadcast":
-            source = call.get("src", call.get("group_src", 0)) == dist.get_rank()
-            (self.sent if source else self.received)[kind] += nbytes  # type: ignore[assignment]
-            return
-        moved = nbytes * (n - 1) / n if kind == "all_to_all" else wire_bytes(kind, nbytes, n)
+            is_source = call.get("src", call.get("group_src", 0)) == dist.get_rank()
+            moved = nbytes if is_source else 0.0
+        else:
+            moved = nbytes * (n - 1) / n if kind == "all_to_all" else wire_bytes(kind, nbytes, n)
         self.sent[kind] += moved  # type: ignore[assignment]
-        self.received[kind] += moved  # type: ignore[assignment]
-
-
-def _check_names() -> None:
-    """Raises if torch has neither name of a function: the sums would silently lack its traffic."""
-    for module in (dist, c10d):
-        for name in _EAGER:
-            names = next((pair for pair in _RENAMED if name in pair), (name,))
-            if not any(hasattr(module, each) for each in names):
-                raise MovedError(
-                    f"{module.__name__} has no {' and no '.join(names)} in torch {torch.__version__} (tested with"
-                    f" torch{TESTED}), so traffic cannot be counted: use 'torch{TESTED}', or leave ZeroMonitor out."
-                )

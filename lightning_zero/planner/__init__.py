@@ -9,7 +9,7 @@ is needed.
 from __future__ import annotations
 
 from lightning_zero.planner.choice import choose
-from lightning_zero.planner.rows import GIB, Plan, Row, row_name
+from lightning_zero.planner.rows import GIB, Plan, Row, aligned, row_name
 from lightning_zero.planner.run import (
     HEADROOM,
     Planner,
@@ -29,6 +29,7 @@ __all__ = [
     "Plan",
     "Planner",
     "Row",
+    "aligned",
     "choose",
     "device_memory_bytes",
     "first_batch",

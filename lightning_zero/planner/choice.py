@@ -30,7 +30,7 @@ def choose(
     for group in (on_device, offloaded):
         for checkpointing in (True,) if recomputes else (False, True):
             for index, row in enumerate(group):
-                peak, of_host = row.peak_with(checkpointing), row.host_with(checkpointing) * ranks_per_host
+                peak, of_host = row.peak_with(checkpointing), row.host * ranks_per_host
                 if peak > usable or (host_gib is not None and of_host > host_gib * GIB):
                     continue
                 reason = f"{row.name}: needs {gib(peak)} of {gib(usable)} usable GiB per rank"
@@ -80,7 +80,7 @@ def smallest_group(
         size = count * ranks_per_host
         made = planned(size)
         peak = made.row(name).peak_with(recomputes)
-        of_host = made.row(name).host_with(recomputes) * ranks_per_host
+        of_host = made.row(name).host * ranks_per_host
         if peak > usable:
             tried = f"; groups of {size} would need {gib(peak)} of {gib(usable)} usable GiB"
         elif host_gib is not None and of_host > host_gib * GIB:

@@ -73,9 +73,6 @@ class UnitSize:
     def stepped(self) -> list[ParameterSize]:
         return [p for p in self.parameters if p.stepped]
 
-    def shard_bytes(self, n: int) -> int:
-        return sum(p.shard_numel(n) * p.itemsize for p in self.parameters)
-
     def gathered_bytes(self, n: int) -> int:
         return sum(n * p.shard_numel(n) * p.compute_itemsize for p in self.parameters)
 
@@ -128,8 +125,6 @@ class Trace:
     """Units except the root in the order of their forwards; a unit that ran twice is listed twice."""
     returning: list[int] = field(default_factory=list)
     """The elements of ``forwards`` that have a backward."""
-    host_bytes: float = 0.0
-    """Bytes of saved inputs in host memory (``activation_checkpointing.offload``)."""
 
 
 def untraced(layout: Layout) -> Trace:
@@ -297,11 +292,8 @@ def _unsharded_step_bytes(unit: UnitSize, n: int) -> float:
 # -- traffic ---------------------------------------------------------------------------------------------------------
 
 
-def traffic(layout: Layout, trace: Trace, rules: StepRules) -> tuple[dict[str, float], float, float]:
-    """Bytes per optimizer step, as ``(sent, gathered, reduced)``.
-
-    ``sent`` maps a collective to the bytes that this rank sends; it receives as many. ``gathered`` counts this rank's
-    parameter shards, as stored, once per gather. ``reduced`` counts its gradient shards once per reduction.
+def traffic(layout: Layout, trace: Trace, rules: StepRules) -> dict[str, float]:
+    """Collective -> bytes that this rank sends per optimizer step; it receives as many.
 
     Section 7 of the paper, unit by unit: DDP 2Ψ, stage 1 Ψ + Ψ, stage 2 Ψ + AΨ, stage 3 2AΨ + AΨ for A micro-batches.
     At stage 3 the root and the unit whose backward comes first are gathered once per micro-batch. Agreements between
@@ -312,19 +304,16 @@ def traffic(layout: Layout, trace: Trace, rules: StepRules) -> tuple[dict[str, f
     averaged = layout.replicated if rules.stage else layout.parameters
     sent["all_reduce"] = wire_bytes("all_reduce", trainable_bytes(averaged), ranks)
     sent["broadcast"] = wire_bytes("broadcast", layout.broadcast_bytes, ranks)
-    gathered = reduced = 0.0
     gathers = _num_gathers(layout, trace, rules)
     completed = Counter(m.gradient for m in trace.moments)
     for index, unit in enumerate(layout.units if rules.stage else ()):
         backwards = max((completed[p.name] for p in unit.stepped), default=0)
         reductions = 1 if rules.stage == 1 else rules.micro_batches * backwards
-        gathered += gathers[index] * unit.shard_bytes(n)
-        reduced += reductions * unit.gradient_shard_bytes(n)
         full = gathers[index] * unit.gathered_bytes(n) + _unsharded_step_bytes(unit, n)
         sent["all_gather"] += wire_bytes("all_gather", full, n)
         sent["reduce_scatter"] += wire_bytes("reduce_scatter", reductions * unit.reduced_bytes(n), n)
         sent["all_reduce"] += wire_bytes("all_reduce", reductions * unit.reduced_bytes(n) / n, rules.replicas)
-    return {name: nbytes for name, nbytes in sent.items() if nbytes}, gathered, reduced
+    return {name: nbytes for name, nbytes in sent.items() if nbytes}
 
 
 def _num_gathers(layout: Layout, trace: Trace, rules: StepRules) -> Counter[int]:

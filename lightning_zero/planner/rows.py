@@ -18,6 +18,13 @@ def gib(nbytes: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.4f}"
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Formats ``rows`` of cells as the lines of a table: the head, a rule, the other rows."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
 def row_name(stage: int, offload: str) -> str:
     """The name of a stage's row; stage 0 is DDP. Files have a row of their own at stage 3 only."""
     if not stage:
@@ -50,15 +57,10 @@ class Row:
     peak_checkpointed: float
     host: float
     """Host memory during a step."""
-    host_checkpointed: float
-    """The same with recomputation, including saved inputs in host memory (``activation_checkpointing.offload``)."""
     disk: float
     sent: Mapping[str, float]
     """Collective -> bytes that this rank sends per optimizer step; it receives as many."""
     sent_total: float
-    pcie: float
-    """Bytes per optimizer step between device and host."""
-    disk_traffic: float
     fits: bool
     fits_checkpointed: bool
     max_micro_batch: int
@@ -67,10 +69,6 @@ class Row:
     def peak_with(self, checkpointing: bool) -> float:
         """Peak device bytes of a step, with recomputation or without."""
         return self.peak_checkpointed if checkpointing else self.peak
-
-    def host_with(self, checkpointing: bool) -> float:
-        """Host bytes of a step, with recomputation or without."""
-        return self.host_checkpointed if checkpointing else self.host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +119,7 @@ class Plan:
             "",
         ]
         numbers = ["param", "grad", "optim", "unit", "act", "peak", "act ckpt", "peak ckpt"]
-        rows = [["", *numbers, "host", "disk", "sent/step", "PCIe/step", "fits", "max batch"]]
+        rows = [["", *numbers, "host", "disk", "sent/step", "fits", "max batch"]]
         for r in self.rows:
             fits = "?" if self.usable_bytes is None else "yes" if r.fits else "ckpt" if r.fits_checkpointed else "no"
             largest = f"{r.max_micro_batch}/{r.max_micro_batch_checkpointed}"
@@ -130,26 +128,19 @@ class Plan:
                     r.name + (" <-" if r.name == self.choice else ""),
                     *map(gib, (r.parameters, r.gradients, r.optimizer, r.gathered_unit)),
                     *map(gib, (r.activations, r.peak, r.activations_checkpointed, r.peak_checkpointed)),
-                    "/".join(gib(host) if host else "-" for host in dict.fromkeys((r.host, r.host_checkpointed))),
-                    *(gib(v) if v else "-" for v in (r.disk, r.sent_total, r.pcie)),
+                    *(gib(v) if v else "-" for v in (r.host, r.disk, r.sent_total)),
                     fits,
                     "-" if self.usable_bytes is None else largest,
                 ]
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
-        lines = ["  ".join(cells).rstrip() for cells in aligned]
-        lines.insert(1, "-" * max(map(len, lines)))
         foot = [
             "",
             "param, grad, optim: between two steps; unit: the largest gathered unit; act: peak of activations;",
             "peak: all of these during a step, within 10 % of measured peaks; max batch: the largest micro-batch",
             f"that fits, without / with ckpt; ckpt: {self.recomputed}.",
         ]
-        if any(r.host != r.host_checkpointed for r in self.rows):
-            foot.append("host: without / with ckpt; PCIe/step does not include the transfer of saved inputs.")
         foot += [f"note: {note}." for note in self.notes]
-        return "\n".join([*head, *lines, *foot, "", f"take {self.reason}" if self.choice else self.reason])
+        return "\n".join([*head, *aligned(rows), *foot, "", f"take {self.reason}" if self.choice else self.reason])
 
     def plot(self, path: str) -> None:
         """Writes the plan as a bar chart (PNG); needs matplotlib (``pip install lightning-zero[plot]``)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,6 +11,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import DataLoader
@@ -189,12 +189,8 @@ def first_batch(loader: Any) -> Any:
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if not size or not len(dataset):
         return None
-    state = random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            return loader.collate_fn([dataset[i % len(dataset)] for i in range(size)])
-    finally:
-        random.setstate(state)
+    with isolate_rng(include_cuda=False):
+        return loader.collate_fn([dataset[i % len(dataset)] for i in range(size)])
 
 
 # -- a run that is about to start -------------------------------------------------------------------------------------

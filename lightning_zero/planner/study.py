@@ -60,18 +60,11 @@ def precision_name(value: Any) -> str:
 # -- a Trainer for steps that are only traced --------------------------------------------------------------------------
 
 
-class SilentTrainer(Trainer):
-    """A minimal Trainer for a traced step: it logs nothing and answers ``estimated_stepping_batches``."""
-
-    def __init__(self, max_steps: int) -> None:
-        self._planned_steps = max_steps
-        here = LightningEnvironment()  # ignores the cluster that this process may run on
-        with quiet():
-            super().__init__(barebones=True, accelerator="cpu", devices=1, max_steps=max_steps, plugins=[here])
-
-    @property
-    def estimated_stepping_batches(self) -> int | float:
-        return self._planned_steps
+def _silent_trainer(max_steps: int) -> Trainer:
+    """A Trainer that logs nothing and, without a limit of epochs, knows its number of steps without data."""
+    options: dict[str, Any] = {"barebones": True, "max_epochs": -1, "accelerator": "cpu", "devices": 1}
+    with quiet():  # its environment ignores the cluster that this process may run on
+        return Trainer(max_steps=max_steps, plugins=[LightningEnvironment()], **options)
 
 
 @contextmanager
@@ -126,8 +119,9 @@ class Study:
         self.units = self._plan_units(self.copy)
         self.optimizers = self._set_up_optimizers(self.copy)
         given = config.activation_checkpointing
-        if given.offload and self.target.type == "cpu":
-            given = dataclasses.replace(given, offload=False)  # the device is the host
+        if given.offload and self.target.type != "cpu":
+            self.notes.append("activation_checkpointing.offload: saved inputs are counted as if they stayed there")
+        given = dataclasses.replace(given, offload=False)
         recompute = given if given.is_on else ActivationCheckpointingConfig(target="full")
         plain, recomputed = self._trace(None), self._trace(recompute)
         used = {name for name, p in self.copy.named_parameters() if p.requires_grad}
@@ -219,7 +213,7 @@ class Study:
 
     def _set_up_optimizers(self, copied: Any) -> list[Optimizer]:
         """Attaches a silent Trainer to the copy and returns the optimizers of ``configure_optimizers``."""
-        trainer = copied.trainer = SilentTrainer(self.max_steps)
+        trainer = copied.trainer = _silent_trainer(self.max_steps)
         trainer.strategy.connect(copied)
         trainer.state.fn = TrainerFn.FITTING
         with quiet(), self.mode:
@@ -270,17 +264,15 @@ class Study:
     def row(self, rules: StepRules, usable: float | None) -> Row:
         """The row for one stage and offload, with ``usable`` device bytes per rank."""
         layout, n = self.layout, rules.world_size if rules.stage else 1
-        from_host = rules.offload != "none" and not rules.host_is_device
         # An optimizer in host memory has its temporaries there; an element-wise one has those of its shards only.
-        step_bytes = 0.0 if from_host else self.optimizer_peak
+        step_bytes = 0.0 if rules.offload != "none" and not rules.host_is_device else self.optimizer_peak
         if all(map(self._is_elementwise, self.optimizers)):
             step_bytes /= n
         plain, recomputed = (memory.account(layout, each, rules, step_bytes) for each in (self.plain, self.recomputed))
         at_peak, at_peak_recomputed = (max(each, key=_total) for each in (plain, recomputed))
         state, off = memory.state_bytes(layout, rules.stage, n), memory.offloaded_bytes(layout, rules)
-        sent, gathered, reduced = memory.traffic(layout, self.plain, rules)
+        sent = memory.traffic(layout, self.plain, rules)
         files = off["parameters"] + off["optimizer"] if rules.offload == "nvme" else 0.0
-        host = sum(off.values()) - files
         return Row(
             name=row_name(rules.stage, rules.offload),
             stage=rules.stage,
@@ -295,14 +287,10 @@ class Study:
             peak=_total(at_peak),
             at_peak_checkpointed=at_peak_recomputed,
             peak_checkpointed=_total(at_peak_recomputed),
-            host=host,
-            host_checkpointed=host + self.recomputed.host_bytes,
+            host=sum(off.values()) - files,
             disk=files,
             sent=sent,
             sent_total=sum(sent.values()),
-            pcie=gathered + reduced if from_host else 0.0,
-            # read and written once per step, and read again by each further gather
-            disk_traffic=2 * files + max(gathered - off["parameters"], 0.0) if files else 0.0,
             fits=usable is not None and _total(at_peak) <= usable,
             fits_checkpointed=usable is not None and _total(at_peak_recomputed) <= usable,
             max_micro_batch=self._largest(plain, usable),

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.config import ActivationCheckpointingConfig
@@ -160,7 +159,7 @@ def trace(
     live = LiveBytes([*module.parameters(), *module.buffers(), *batch])
     watch = _Watch(module, units, live)
     if recompute is not None and (recompute.units is not None or watch.root):
-        _Recomputed(recompute, module, units, watch.made).begin()
+        Recomputed(recompute, module, [unit.module for unit in units.units[:-1]], torch.device("cpu")).begin()
     try:
         with live:
             loss = step()
@@ -230,28 +229,6 @@ class _Watch:
     def moment(self, unit: int, gradient: str = "") -> None:
         self.made.moments.append(Moment(unit=unit, gradient=gradient, activations=self.live.peak))
         self.live.peak = self.live.live
-
-
-class _Recomputed(Recomputed):
-    """Counts saved inputs that are stored in host memory; they take no device memory until the backward."""
-
-    def __init__(self, config: ActivationCheckpointingConfig, module: nn.Module, units: UnitPlan, made: Trace) -> None:
-        super().__init__(config, module, [unit.module for unit in units.units[:-1]], torch.device("cpu"))
-        self.made, self.offload, self.device = made, config.offload, next(module.parameters()).device
-
-    def offloading(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        if not self.offload:
-            return forward
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with saved_tensors_hooks(self._wait, lambda t: torch.empty_like(t, device=self.device)):
-                return forward(*args, **kwargs)
-
-        return call
-
-    def _wait(self, t: Tensor) -> Tensor:
-        self.made.host_bytes += t.nbytes
-        return torch.empty_like(t, device="meta")
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""English text from Python's documentation topics, and a tokenizer of its frequent words."""
+"""English text from Python's documentation topics, as ids of bytes and frequent words."""
 
 from __future__ import annotations
 
@@ -12,27 +12,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 _WORDS = re.compile(r" ?\w+|\s+(?=\s\w)|\s+| ?[^\w\s]+")
-
-
-class WordTokenizer:
-    """Ids 0-255 are bytes, each later id is a frequent word; other words are spelled in bytes."""
-
-    def __init__(self, words: list[str]) -> None:
-        self._ids = {word: 256 + i for i, word in enumerate(words)}
-
-    @classmethod
-    def train(cls, text: str, vocab_size: int) -> WordTokenizer:
-        """Takes the most frequent words of ``text``. Ties go to the earlier word, so that all processes get the same
-        tokenizer."""
-        if vocab_size < 256:
-            raise ValueError(f"vocab_size={vocab_size}: use 256 (plain bytes) or more.")
-        return cls([word for word, _ in Counter(_WORDS.findall(text)).most_common(vocab_size - 256)])
-
-    def encode(self, text: str) -> list[int]:
-        return [i for word in _WORDS.findall(text) for i in self._encode_word(word)]
-
-    def _encode_word(self, word: str) -> list[int]:
-        return [self._ids[word]] if word in self._ids else list(word.encode())
 
 
 class Blocks(Dataset[Tensor]):
@@ -55,17 +34,15 @@ class Blocks(Dataset[Tensor]):
         return self.tokens[start : start + self.block_size + 1]
 
 
-def split_topics(page_paragraphs: int = 20, every: int = 10) -> tuple[str, str]:
+def split_topics() -> tuple[str, str]:
     """Splits the topics into training and held-out text: every tenth page of twenty paragraphs is held out.
 
     Topics repeat each other, so only the first occurrence of a paragraph is kept; none is on both sides.
     """
-    paragraphs = list(
-        dict.fromkeys(p for name in sorted(topics) for p in re.split(r"\n\s*\n", topics[name].strip("\n")))
-    )
+    paragraphs = dict.fromkeys(p for name in sorted(topics) for p in re.split(r"\n\s*\n", topics[name].strip("\n")))
     sides: tuple[list[str], list[str]] = ([], [])
     for i, paragraph in enumerate(paragraphs):
-        sides[i // page_paragraphs % every == every - 1].append(paragraph)
+        sides[i // 20 % 10 == 9].append(paragraph)
     return "\n\n".join(sides[0]), "\n\n".join(sides[1])
 
 
@@ -75,7 +52,8 @@ class PythonTopics(LightningDataModule):
     Args:
         block_size: Tokens per sample.
         batch_size: Samples per process and micro-batch.
-        vocab_size: Number of token ids: 256 bytes, and frequent words.
+        vocab_size: Number of token ids. Ids 0-255 are bytes, each later id is a frequent word of the training text;
+            other words are spelled in bytes.
         max_characters: Use only the beginning of the text, for quick checks.
     """
 
@@ -87,18 +65,22 @@ class PythonTopics(LightningDataModule):
         max_characters: int | None = None,
     ) -> None:
         super().__init__()
+        if vocab_size < 256:
+            raise ValueError(f"vocab_size={vocab_size}: use 256 (plain bytes) or more.")
         self.block_size, self.batch_size, self.vocab_size = block_size, batch_size, vocab_size
         self.max_characters = max_characters
-        self.tokenizer: WordTokenizer | None = None
         self.train_tokens = self.held_out_tokens = torch.empty(0, dtype=torch.long)
 
     def setup(self, stage: str) -> None:
-        if self.tokenizer is not None:
+        if len(self.train_tokens):
             return
-        train, held_out = (text[: self.max_characters] for text in split_topics())
-        self.tokenizer = WordTokenizer.train(train, self.vocab_size)
-        self.train_tokens = torch.tensor(self.tokenizer.encode(train))
-        self.held_out_tokens = torch.tensor(self.tokenizer.encode(held_out))
+        train, held_out = (_WORDS.findall(text[: self.max_characters]) for text in split_topics())
+        # Ties go to the earlier word, so that all processes get the same ids
+        frequent = Counter(train).most_common(self.vocab_size - 256)
+        ids = {word: [256 + i] for i, (word, _) in enumerate(frequent)}
+        self.train_tokens, self.held_out_tokens = (
+            torch.tensor([i for word in words for i in ids.get(word) or word.encode()]) for words in (train, held_out)
+        )
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         blocks = Blocks(self.train_tokens, self.block_size, jitter=True)

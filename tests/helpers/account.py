@@ -171,13 +171,6 @@ class Recomputed(Mlp):
         return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
 
 
-class LookedAt(Mlp):
-    """With a hook of its own between micro-batches."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        pass
-
-
 class Attention(Mlp):
     """Encoder layers with attention, dropout and SGD with momentum."""
 
@@ -236,7 +229,6 @@ class Images(Dataset):
 SIZEABLE: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], Dataset]]] = {
     "mlp": (Mlp, Tokens),
     "recomputed": (Recomputed, Tokens),
-    "looked_at": (LookedAt, Tokens),
     "attention": (Attention, Tokens),
     "convolutions": (Convolutions, Images),
 }

@@ -60,7 +60,7 @@ def test_callbacks_loggers_name_and_tags(tmp_path):
     assert list((folder / "checkpoints").glob("best-*.ckpt"))
     assert (folder / "checkpoints" / "last.ckpt").is_file()
     assert (folder / "mine.log").is_file()
-    assert "tags:\n- a\n- b" in (folder / "config.yaml").read_text()
+    assert "tags:\n- a\n- b" in (folder / ".hydra" / "config.yaml").read_text()
 
 
 def test_a_project_made_by_init_passes_its_own_test(tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lightning_zero.app import check, check_ranks
-from lightning_zero.app.check_ranks import Job, exposed_share
 
 NAN = float("nan")
 
@@ -40,16 +39,3 @@ def test_the_line_that_names_the_error() -> None:
     log = "Traceback (most recent call last):\n  File x\ntorch.cuda.OutOfMemoryError: too little\nand more\n"
     assert check._last_error(log) == "torch.cuda.OutOfMemoryError: too little"
     assert check._last_error("") == "no output"
-
-
-def test_communication_counts_where_no_other_kernel_runs() -> None:
-    """On streams of their own: two of compute overlap, a reduction reaches beyond them, and a gather lies within."""
-    kernels = [("gemm", 0, 4), ("add", 3, 6), ("ncclDevKernel_ReduceScatter", 5, 9), ("ncclDevKernel_AllGather", 1, 2)]
-    assert exposed_share([*kernels, ("copy", 9, 10)]) == pytest.approx(3 / 10)
-    assert exposed_share([]) is None
-    job = Job(name="fast", folder="", accelerator="gpu", devices=2, precision="bf16-mixed", settings={})
-    seconds = {"ddp": [1.0], "zero1": [1.0], "zero2": [1.0], "zero3": [1.0]}
-    exposed = {"ddp": 0.1, "zero1": None, "zero3": 0.3}
-    found = [check_ranks.judge_times(job, name, seconds, exposed, "bf16-mixed") for name in job.lines]
-    assert [passes for passes, _ in found] == [True] * 3
-    assert ["communication" in text for _, text in found] == [False, False, True]
