@@ -80,13 +80,6 @@ def _row(pool: RankPool, name: str, world_size: int, strategies: dict[Column, di
     """One cell per engine and stage: ``losses / weights``, or what is refused instead."""
     kind = ALL[name]
     train = held_packages.train if name in PACKAGED else zoo.train
-    if kind.raises and world_size > 1:
-        answers = [
-            pool.run(outcome, train, name, strategy, True, world_size=world_size)
-            for strategy in (kind.reference, *strategies.values())
-        ]
-        as_ddp = [all(re.search(kind.raises, text) for _, text in answer) for answer in answers]
-        return ["refused, as under DDP" if same else "**not refused as under DDP**" for same in as_ddp[1:]]
     reference = pool.run(train, name, kind.reference, True, world_size=world_size, timeout_seconds=TIMEOUT_SECONDS)
     cells = []
     for (engine, stage), strategy in strategies.items():

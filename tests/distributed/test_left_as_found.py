@@ -136,47 +136,6 @@ def test_a_signal_during_set_up_is_not_lost(ranks1: Any, tmp_path: Path) -> None
 # -- objects of the user ---------------------------------------------------------------------------------------------
 
 
-REPLACED = {"zero_grad"}
-
-
-def _optimizer_afterwards(fails_at: int) -> tuple[bool, set[str]]:
-    module = Module(fails_at)
-    lent: list[bool] = []
-    module.look = lambda: lent.append(vars(module.made).keys() >= REPLACED)  # type: ignore[method-assign]
-    _ = outcome(lambda: _trainer({"stage": 2, "engine": "deepspeed"}, max_steps=3).fit(module, _data()))
-    return all(lent), vars(module.made).keys() & REPLACED
-
-
-def test_deepspeed_gives_the_optimizer_its_own_methods_back(ranks1: Any) -> None:
-    pytest.importorskip("deepspeed")
-    assert ranks1(_optimizer_afterwards, 1) == [(True, set())]
-
-
-def _attributes_afterwards(settings: dict[str, Any], fails_at: int) -> dict[str, Any]:
-    module = Module(fails_at)
-    weight: Any = module.net.weight
-    weight.early, weight.changed = 1, 1
-
-    def look() -> None:
-        weight.changed, weight.late = 2, 3
-        del weight.early
-
-    module.on_train_start = look  # type: ignore[method-assign]
-    _ = outcome(lambda: _trainer(settings, max_steps=3).fit(module, _data()))
-    return vars(weight)
-
-
-@pytest.mark.parametrize(
-    ("engine", "stage", "fails_at"),
-    [("deepspeed", 3, 99), ("fsdp2", 1, 2)],
-)
-def test_parameters_keep_the_attributes_that_user_code_set_in_the_run(
-    ranks1: Any, engine: str, stage: int, fails_at: int
-) -> None:
-    """And have none of the engine's."""
-    assert ranks1(_attributes_afterwards, {"engine": engine, "stage": stage}, fails_at) == [{"changed": 2, "late": 3}]
-
-
 def _trained_by_another(settings: Any) -> tuple[list[float], ...]:
     def fit(module: Module) -> None:
         _trainer(settings).fit(module, _data())

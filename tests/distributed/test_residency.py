@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -19,12 +18,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
-from lightning_zero.comm.shards import gathered, local
-from lightning_zero.engines import residency
+from lightning_zero.comm.shards import gathered
 from lightning_zero.private.torch import DisableTorchFunction
 from tests.helpers import zoo
 
@@ -199,67 +196,6 @@ def test_a_loop_over_all_parameters_holds_a_few_units(ranks2, settings) -> None:
 def test_by_default_the_budget_is_a_part_of_what_is_free(ranks2) -> None:
     for most, total in ranks2(_loop_over_all, zoo.BLOCKS, None):
         assert most == total
-
-
-def _bare() -> None:
-    """Where there are shards and no parameters of a run: initializers of a module, while others are sharded."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded = nn.Parameter(distribute_tensor(OTHER, mesh, [Shard(0)], src_data_rank=None))
-    storage = local(sharded).data_ptr()
-    with residency.showing_full(), torch.no_grad():
-        assert (sharded - OTHER).abs().max() == 0
-        sharded[4].fill_(3.0)
-        nn.init.constant_(sharded[0], 2.0)
-    expected = OTHER.clone()
-    expected[4], expected[0] = 3.0, 2.0
-    assert local(sharded).data_ptr() == storage  # the engine gathers from this memory
-    assert torch.equal(sharded.full_tensor(), expected)
-
-
-def test_shards_alone_are_whole_to_user_code(ranks2) -> None:
-    ranks2(_bare)
-
-
-def _train_raw() -> tuple[bool, list[float]]:
-    """Losses of ``fully_shard`` and Adam as in PyTorch's tutorial, and whether shards were copied as shards."""
-    torch.manual_seed(0)
-    teacher = nn.Sequential(nn.Linear(zoo.WIDTH, 5), nn.Linear(5, 3))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in teacher:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(teacher, mesh=mesh)
-    optimizer = torch.optim.Adam(teacher.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        loss = teacher(torch.ones(2, zoo.WIDTH)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    weight = teacher[0].weight
-    copies = [copy.deepcopy(weight.detach()), torch.zeros_like(weight), weight + 1]
-    return all(isinstance(each, DTensor) and each.device_mesh == mesh for each in copies), losses
-
-
-class ShardsAnother(zoo.Zoo):
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.of_another = _train_raw()
-
-
-def _beside_a_run(settings: dict[str, Any]) -> tuple[Any, Any]:
-    module = ShardsAnother()
-    zoo.make_trainer(settings, max_steps=3).fit(module, DataLoader(zoo.RandomDataset(), zoo.BATCH))
-    return module.of_another, _train_raw()
-
-
-@pytest.mark.parametrize("settings", [{"stage": 3, **zoo.BLOCKS}, {"stage": 2, "offload": "cpu"}])
-def test_a_hook_shards_and_trains_another_module_with_fully_shard(ranks2, settings) -> None:
-    """Its parameters are ``DTensor``, like the optimizer states of a run, and belong to user code."""
-    for during, after in ranks2(_beside_a_run, settings):
-        assert during == after
-        assert after[0]
 
 
 def _places(p: Tensor) -> tuple[int, bool]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import io
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -322,33 +321,6 @@ class AutogradGrad(Zoo):
         return loss + 0.1 * sum(g.square().sum() for g in grads)
 
 
-class Maml(Zoo):
-    """One inner step on all parameters, then the loss of ``functional_call`` with the stepped ones."""
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        names, values = zip(*self.net.named_parameters(), strict=True)
-        inner = F.mse_loss(self.net(x[:2]), y[:2])
-        grads = torch.autograd.grad(inner, values, create_graph=True)
-        stepped = {n: p - 0.1 * g for n, p, g in zip(names, values, grads, strict=True)}
-        return F.mse_loss(torch.func.functional_call(self.net, stepped, (x,)), y)
-
-
-class Transforms(Zoo):
-    """``torch.func`` through units: one transform in each step, in turn."""
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        turn = len(self.losses) % 3
-        if turn == 0:
-            return F.mse_loss(torch.func.vmap(self.net)(x), y)
-        if turn == 1:
-            grads = torch.func.vmap(torch.func.grad(lambda v: self.net(v).sum()))(x)
-            return super().loss(batch) + 0.1 * grads.square().mean()
-        tangent = torch.func.jvp(self.net, (x,), (torch.ones_like(x),))[1]
-        return super().loss(batch) + 0.1 * tangent.square().mean()
-
-
 class Sparse(Zoo):
     def build(self) -> None:
         self.embed = nn.Embedding(13, WIDTH, sparse=True)
@@ -544,8 +516,8 @@ class SameOnAllRanks(Zoo):
 
 
 class ReadAlone(Zoo):
-    """``if trainer.is_global_zero: torch.save(self.net.state_dict(), path)``, a deep copy and norms; on the last rank
-    alone, too, and straight before what all ranks do."""
+    """``if trainer.is_global_zero: torch.save(self.net.state_dict(), path)``, a deep copy, norms, and gradients for
+    histograms; on the last rank alone, too, and straight before what all ranks do."""
 
     def read(self, where: str) -> None:
         last = self.trainer.world_size - 1
@@ -558,6 +530,20 @@ class ReadAlone(Zoo):
             copied = copy.deepcopy(self.net.blocks)
             self.extra[f"{where} copy"] = torch.cat([p.detach().flatten() for p in copied.parameters()])
             self.extra[f"{where} flat"] = self.net.head.weight.data.view(-1)[3:].clone()
+
+    def on_after_backward(self) -> None:
+        self.read_gradients("backward")
+        for p in self.net.head.parameters():  # of all ranks
+            p.grad.mul_(0.5)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.read_gradients("step")
+
+    def read_gradients(self, where: str) -> None:
+        for rank in (0, self.trainer.world_size - 1):
+            if self.global_rank == rank:
+                grads = [full(p.grad).flatten() for p in self.net.parameters()]
+                self.extra[f"{where} {len(self.losses)} for {rank}"] = torch.cat(grads)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.read(f"batch {len(self.losses)}")
@@ -605,33 +591,6 @@ class FindsRate(Zoo):
         return SGD(self.parameters(), lr=self.lr)
 
 
-class Histograms(Zoo):
-    """``self.logger.experiment.add_histogram(name, p.grad)``, with a logger that looks at it on one rank alone, while
-    gradients wait for the optimizer, as do TensorBoard's; on the last rank alone, too."""
-
-    def add_histogram(self, rank: int, name: str, value: Tensor | None) -> None:
-        if self.global_rank == rank and value is not None:
-            time.sleep(0.001)  # the others go ahead
-            self.extra[f"{self.trainer.global_step} {len(self.losses)} {name}"] = torch.from_numpy(
-                value.detach().cpu().numpy().copy()
-            )
-
-    def look(self, where: str) -> None:
-        for rank in (0, self.trainer.world_size - 1):
-            for name, p in [*self.net.named_parameters()][::5]:
-                self.add_histogram(rank, f"{where} {name}", p)
-                self.add_histogram(rank, f"{where} {name}.grad", p.grad)
-
-    def on_after_backward(self) -> None:
-        self.look("backward")
-        for p in self.net.head.parameters():  # on all ranks
-            if p.grad is not None:
-                p.grad.nan_to_num_().mul_(0.5)
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        self.look("step")
-
-
 def _pruning(**options: Any) -> Any:
     from lightning.pytorch.callbacks import ModelPruning
 
@@ -650,10 +609,6 @@ HELD: dict[str, Kind] = {
     "views_used_after_their_block": Kind(module=_of(ViewsAfterTheirBlock), validates=True),
     "views_held_and_written_in_steps": Kind(module=_of(HeldFromStep)),
     "grad_of_parameters": Kind(module=_of(AutogradGrad), reference=UNUSED),
-    "maml": Kind(module=_of(Maml), reference=UNUSED),
-    "transforms_through_units": Kind(
-        module=_of(Transforms), reference=UNUSED, deepspeed_refuses={3: TRANSFORMS}, **TOO_OLD
-    ),
     "sparse_embedding": Kind(module=_of(Sparse), dataset=TokenDataset, refused=SPARSE),
     "states_loaded_at_the_start_and_in_mid_run": Kind(module=_of(LoadedStates), dataset=longer, reason=ADAM),
     "states_written": Kind(module=_of(StatesWritten), dataset=longer),
@@ -678,11 +633,10 @@ HELD: dict[str, Kind] = {
     "learning_rate_found": Kind(
         module=_of(FindsRate), callbacks=lambda: [LearningRateFinder(num_training_steps=6)], max_epochs=2
     ),
-    "histograms_on_one_rank": Kind(module=_of(Histograms), trainer={"gradient_clip_val": 0.05}),
     "read_on_one_rank": Kind(
         module=_of(ReadAlone),
         validates=True,
-        trainer={"enable_checkpointing": True},
+        trainer={"enable_checkpointing": True, "gradient_clip_val": 0.05},
         callbacks=lambda: [ModelCheckpoint(tempfile.mkdtemp(), every_n_train_steps=3)],
     ),
 }

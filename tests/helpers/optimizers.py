@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers import zoo
 from tests.helpers.held import OnSphere
-from tests.helpers.zoo import ADAM, BATCH, SUM_ORDER, Kind, Manual, RandomDataset, Zoo, make_trainer
+from tests.helpers.zoo import ADAM, BATCH, Kind, Manual, RandomDataset, Zoo, make_trainer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Not element-wise, though a trial of a few steps on small tensors with default settings would say so
@@ -85,17 +85,6 @@ class ScaledByMark(_Plain):
         marked: Any = p
         marked.updates = getattr(p, "updates", 0) + 1
         return super().update(p, grad, group, state) * getattr(p, "speed", 1.0) / marked.updates
-
-
-class OnManifolds(ScaledByMark):
-    """As geoopt's, too: brings parameters of a class of their own back onto their manifold."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = super().step(closure)
-        for p in (p for group in self.param_groups for p in group["params"] if isinstance(p, OnSphere)):
-            p.mul_(p.radius / p.norm())
-        return loss
 
 
 class Preconditioned(_Plain):
@@ -304,14 +293,6 @@ def _with(make: Callable[[Any], Optimizer]) -> Callable[[], Any]:
 
 
 KINDS: dict[str, Kind] = {
-    # not element-wise by settings in groups, later steps, blocks
-    "optimizer_8_bit_blocks": Kind(
-        module=_with(lambda p: Blocks8Bit(p, lr=0.01)),
-        tolerance=1e-2,
-        reason=f"{SUM_ORDER}; 8 bits: a last-bit difference becomes 2^-8 of it",
-    ),
-    "optimizer_nested_states": Kind(module=_with(Preconditioned)),
-    "optimizer_reads_class_and_attributes": Kind(module=lambda: Marked(make=lambda m: OnManifolds(m.parameters()))),
     "declared_optimizer_reads_attributes": Kind(
         module=lambda: Marked(make=lambda m: ScaledByMark(m.parameters())),
         settings={"elementwise_optimizers": ["ScaledByMark"]},

@@ -132,7 +132,7 @@ class Case:
         if self.world_size == 1:
             return None
         unsupported = kind.unsupported_units if self.engine == "fsdp2" else kind.unsupported_deepspeed
-        return unsupported.get(self.stage) or kind.raises
+        return unsupported.get(self.stage)
 
     @property
     def run(self) -> Run:
