@@ -41,7 +41,6 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "copy of the gradient": lambda p: copy.deepcopy(p.grad),
     "places": lambda p: _places(p),
     "array that nobody writes to": lambda p: p.detach().numpy().copy().sum().item(),
-    "sent to all": lambda p: _sent_to_all(p),
 }
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
@@ -65,37 +64,12 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "out of a view": lambda p: torch.sum(OTHER, 0, out=p.data[1]),
     "from vector": lambda p: nn.utils.vector_to_parameters(torch.arange(15.0), [p]),
     "data of a row": lambda p: p[4].data.zero_(),
-    "beside a transform": lambda p: [f(p.data[1]) for f in (_transform, Tensor.zero_)],
-    "old data": lambda p: _with_old_data(p),
-    "assigned again": lambda p: _assigned_again(p),
     "reduced": lambda p: dist.all_reduce(p, dist.ReduceOp.MAX),
     "reduced gradient": lambda p: (dist.all_reduce(p.grad), p.grad.div_(3)),
     "reduced later": lambda p: dist.all_reduce(p.detach(), async_op=True).wait(),
     "broadcast": lambda p: dist.broadcast(p.data, 1),
     "reduced view": lambda p: [f(v) for v in [p.data.view(-1)] for f in (dist.all_reduce, lambda v: v.div_(2))],
 }
-
-
-def _transform(unused: Tensor) -> None:
-    """What it writes to has no memory that could be a view's."""
-    torch.func.vmap(lambda row: row.clone().add_(1.0))(OTHER)
-
-
-def _with_old_data(p: Tensor) -> None:
-    """As averages are swapped in and out."""
-    old = p.data
-    p.data = OTHER.clone()
-    assert torch.equal(p.data.clone(), OTHER)
-    p.data = p.data + old * 2
-
-
-def _assigned_again(p: Tensor) -> None:
-    """Lightning's lottery ticket: the second time ``p`` has the memory of ``x`` already."""
-    x = OTHER.clone()
-    p.data = x.data.to("cpu")
-    with torch.no_grad():
-        p.mul_(2.0)
-    p.data = x.data.to("cpu")
 
 
 def _with_graph(p: Tensor) -> Tensor:
@@ -202,12 +176,6 @@ def _places(p: Tensor) -> tuple[int, bool]:
     """How code counts parameters that are tied once."""
     others = [p, p.data, p.detach(), p.grad]
     return len({other.data_ptr() for other in others}), p.data_ptr() == p.data.data_ptr()
-
-
-def _sent_to_all(p: Tensor) -> Tensor:
-    everyone = [torch.empty(5, 3) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, p.detach())
-    return torch.stack(everyone)
 
 
 # -- gathering -------------------------------------------------------------------------------------------------------

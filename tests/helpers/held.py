@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, Sto
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.engines.fsdp2.private import KNOWS_TRANSFORMS
@@ -148,10 +149,28 @@ class ByType(Zoo):
 
 
 class Copies(Zoo):
-    """``copy.deepcopy(self.net)`` as a target network: in ``on_fit_start``, in a hook, in the step."""
+    """``copy.deepcopy(self.net)`` as a target network: in ``on_fit_start``, in a hook, in the step. Validated through
+    an average, and through a copy that is trained on each batch."""
 
     def on_fit_start(self) -> None:
         self.targets = [copy.deepcopy(self.net)]
+        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.average.update_parameters(self.net)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        with torch.inference_mode(False), torch.enable_grad():
+            adapted = copy.deepcopy(self.net)
+            optimizer = SGD(adapted.parameters(), lr=0.1)
+            F.mse_loss(adapted(x.clone()), y.clone()).backward()
+            optimizer.step()
+        self.log("average", F.mse_loss(self.average(x), y), sync_dist=True)
+        self.log("adapted", F.mse_loss(adapted(x), y), sync_dist=True)
+
+    def on_fit_end(self) -> None:
+        del self.average
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx in (1, 2):
@@ -453,13 +472,6 @@ class ReadsInBackward(Zoo):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
 
 
-class OwnBackward(Zoo):
-    """Overrides it without a look at gradients."""
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        (2 * loss).backward(*args, **kwargs)
-
-
 class SamplesInInferenceMode(Zoo):
     """Generative models look at samples in hooks and inside a step, under ``torch.inference_mode()``."""
 
@@ -603,7 +615,7 @@ HELD: dict[str, Kind] = {
     "parameters_held": Kind(module=_of(HeldWeights)),
     "view_held": Kind(module=_of(HeldView), refused="'flat' holds a view of parameter 'net.head.weight'"),
     "types_of_layers": Kind(module=_of(ByType), reference=UNUSED),
-    "deepcopy_in_hooks": Kind(module=_of(Copies), dataset=longer),
+    "deepcopy_in_hooks": Kind(module=_of(Copies), dataset=longer, validates=True),
     "saved_in_hooks": Kind(module=_of(Saves)),
     "state_dict_held": Kind(module=_of(HeldStateDict)),
     "views_used_after_their_block": Kind(module=_of(ViewsAfterTheirBlock), validates=True),
@@ -620,7 +632,6 @@ HELD: dict[str, Kind] = {
     "traced": Kind(module=_of(Traced)),
     "data_written_before_backward": Kind(module=_of(WritesBeforeBackward), reference=UNUSED),
     "backward_reads_gradients": Kind(module=_of(ReadsInBackward), refused="move the code after loss.backward"),
-    "backward_overridden": Kind(module=_of(OwnBackward)),
     "samples_in_inference_mode": Kind(module=_of(SamplesInInferenceMode), validates=True),
     "partial_forward": Kind(module=_of(PartialForward), dataset=longer, validates=True),
     "lottery_ticket": Kind(module=_of(SameOnAllRanks), callbacks=_pruning(), max_epochs=3),

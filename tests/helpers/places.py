@@ -3,7 +3,6 @@ them, made late. Patterns of meta-learning, modulated layers and continual learn
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, remove_weight_norm, weight_norm
 from torch.optim import SGD
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.helpers.zoo import KINDS, UNUSED, WIDTH, Block, Kind, Net, Zoo, _of, longer
 
@@ -51,29 +49,6 @@ class Given(Zoo):
         y = self.net(Times.apply(x, self.scale))
         y = F.linear(F.linear(y, first.up.weight, first.up.bias), first.down.weight)
         return Times.apply(y, self.net.blocks[1].norm.weight)
-
-
-class ValidatedByCopies(Zoo):
-    """Validated through an average, and through a copy that is trained on each batch."""
-
-    def on_fit_start(self) -> None:
-        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.average.update_parameters(self.net)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        with torch.inference_mode(False), torch.enable_grad():
-            adapted = copy.deepcopy(self.net)
-            optimizer = SGD(adapted.parameters(), lr=0.1)
-            F.mse_loss(adapted(x.clone()), y.clone()).backward()
-            optimizer.step()
-        self.log("average", F.mse_loss(self.average(x), y), sync_dist=True)
-        self.log("adapted", F.mse_loss(adapted(x), y), sync_dist=True)
-
-    def on_fit_end(self) -> None:
-        del self.average
 
 
 class BackwardInHooks(Zoo):
@@ -199,7 +174,6 @@ OUTSIDE = "loss.backward.. outside of training_step"
 KINDS.update(
     {
         "parameters_given_to_layers_and_functions": Kind(module=_of(Given)),
-        "validated_by_copies": Kind(module=_of(ValidatedByCopies), validates=True),
         "backward_in_hooks": Kind(module=_of(BackwardInHooks), deepspeed_refuses={2: OUTSIDE, 3: OUTSIDE}),
         "optimizer_made_in_mid_run": Kind(module=_of(NewOptimizer)),
         "parametrized_and_changed_at_the_end": Kind(module=_of(Parametrized)),

@@ -642,30 +642,12 @@ class OtherMethods(Zoo):
         return F.mse_loss(self.model.decode(self.model.encode(x)), x)
 
 
-class DottedBlock(Block):
-    """Holds a parameter under a name that no attribute can have (tensordict's TensorDictParams), and gives names by a
-    method of its own, with the signature that torch had before 2.0 (torchrl's losses)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._parameters["gate.weight"] = nn.Parameter(torch.ones(WIDTH))
-
-    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
-        return super().named_parameters(prefix, recurse)
-
-    def parameters(self, recurse: bool = True) -> Any:
-        return (p for _, p in self.named_parameters(recurse=recurse))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self._parameters["gate.weight"]
-
-
 class Nested(Zoo):
-    """Containers in containers, and blocks that name their parameters in ways of their own."""
+    """Containers in containers, and parameters in containers of their own."""
 
     def build(self) -> None:
         towers = {
-            name: nn.ModuleList(nn.Sequential(Block(), nn.Sequential(DottedBlock(), nn.ReLU())) for _ in range(2))
+            name: nn.ModuleList(nn.Sequential(Block(), nn.Sequential(Block(), nn.ReLU())) for _ in range(2))
             for name in ("left", "right")
         }
         self.towers = nn.ModuleDict(towers)
@@ -959,31 +941,21 @@ class Penalty(Zoo):
         return super().loss(batch) + 0.01 * penalty + 0.01 * self.net.blocks[1].up.weight.abs().sum()
 
 
-class Clamp(Callback):
-    """Weight clamping, as in a Wasserstein GAN."""
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for p in module.parameters():
-            p.data.clamp_(-0.2, 0.2)
-
-
-class DataAssigned(Callback):
-    """``p.data = ...``, as pruning and re-initialization do."""
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for name, p in module.named_parameters():
-            if "head" in name or "blocks.1" in name:
-                p.data = p.data * (p.data.abs() > 0.05)
-
-
-class NoGradWrites(Callback):
-    """Writes in other hooks and other spellings than ``Clamp``; also right after validation and its forwards."""
+class Writes(Callback):
+    """Writes between steps, in many spellings: weights are clamped (Wasserstein GANs), masked by assignment (pruning),
+    initialized again and scaled, also right after validation and its forwards."""
 
     @torch.no_grad()
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         module.net.head.bias.mul_(0.9)
         torch.manual_seed(7 + batch_idx)
         module.net.blocks[2].up.reset_parameters()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for name, p in module.named_parameters():
+            p.data.clamp_(-0.2, 0.2)
+            if "head" in name or "blocks.1" in name:
+                p.data = p.data * (p.data.abs() > 0.05)
 
     @torch.no_grad()
     def on_validation_end(self, trainer: Any, module: Any) -> None:
@@ -1195,9 +1167,7 @@ KINDS: dict[str, Kind] = {
     "gradients_touched": Kind(module=_of(GradientsTouched)),
     "penalty_over_parameters": Kind(module=_of(Penalty), trainer={"accumulate_grad_batches": 2}, dataset=longer),
     "state_dict_in_hooks": Kind(module=_of(StateInHooks), max_epochs=3),
-    "writes_in_hooks": Kind(
-        module=_of(Zoo), callbacks=lambda: [Clamp(), DataAssigned(), NoGradWrites()], validates=True
-    ),
+    "writes_in_hooks": Kind(module=_of(Zoo), callbacks=lambda: [Writes()], validates=True),
     "average_swapped_for_validation": Kind(module=_of(Zoo), callbacks=lambda: [SwapForValidation()], validates=True),
 }
 
