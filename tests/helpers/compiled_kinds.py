@@ -180,6 +180,6 @@ KINDS.update(
             },
             deepspeed_refuses={3: "compile='units' with engine='deepspeed' at stage 3"},
         ),
-        "compiled_and_checkpointed": _compiled(RecomputedAndCompiled, random=True),
+        "compiled_and_checkpointed": _compiled(RecomputedAndCompiled),
     }
 )

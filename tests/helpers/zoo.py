@@ -1026,8 +1026,6 @@ class Kind:
     """Largest relative difference of losses, metrics and weights."""
     reason: str = SUM_ORDER
     """Why the tolerance is not 0."""
-    random: bool = False
-    """Draws random numbers while training, so that ranks with different seeds see different ones."""
     unsupported_units: dict[int, str] = field(default_factory=dict)
     """Stage -> pattern of the ``ValueError`` that says what to do instead, when blocks are units and ranks several."""
     unsupported_deepspeed: dict[int, str] = field(default_factory=dict)
@@ -1155,7 +1153,7 @@ KINDS: dict[str, Kind] = {
     "called_twice": Kind(module=_of(CalledTwice)),
     "varying_order": Kind(module=_of(VaryingOrder), reference=UNUSED, validates=True, max_epochs=3),
     "last_unit_varies": Kind(module=_of(LastVaries), reference=UNUSED),
-    "checkpointed": Kind(module=_of(Checkpointed), random=True),
+    "checkpointed": Kind(module=_of(Checkpointed)),
     "teacher_moved_by_steps_and_hooks": Kind(module=_of(MomentumTeacher)),
     "gradient_penalty": Kind(module=_of(GradientPenalty), reference=UNUSED),
     "gathered_across_ranks": Kind(module=_of(Contrastive)),
