@@ -196,40 +196,6 @@ def test_each_run_goes_on_from_shards(ranks2, tmp_path: Path) -> None:
             assert _close(result[key], expected[key]), key
 
 
-class CountsFull(TwoLoaders):
-    """Counts parameters that are full when the strategy's set-up converts the module, after a checkpoint was read."""
-
-    num_full = 0
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
-        with DisableTorchFunction():
-            self.num_full = sum(p.untyped_storage().nbytes() > 0 for p in self.parameters())
-        return self
-
-
-def _read_by_the_next_run(path: str) -> Any:
-    """``(full parameters in the set-up, validation losses)`` of runs that follow a fit, with its shards or its file."""
-    torch.manual_seed(5)
-    module, seen = CountsFull(), []
-    trainer = make_trainer(_strategy(3, after_fit="sharded"), max_epochs=1, precision="bf16-true")
-    trainer.fit(module, _loader())
-    trainer.save_checkpoint(path)
-    for given in (None, path):
-        losses = trainer.validate(module, _loader(), ckpt_path=given, verbose=False)
-        seen.append((module.num_full, losses))
-    return seen
-
-
-def test_no_rank_holds_a_full_module_that_a_run_left_sharded(ranks2, tmp_path: Path) -> None:
-    """The next run shards it unit by unit: a full module may not fit into host memory."""
-    for (num_full, losses), (num_full_of_file, losses_of_file) in ranks2(
-        _read_by_the_next_run, str(tmp_path / "a.ckpt")
-    ):
-        assert num_full == num_full_of_file == 0
-        assert losses == losses_of_file
-
-
 def _after_a_sharded_run(strategy: Any, alone: bool) -> dict[str, Any]:
     """Uses of a module between runs; ``alone``: what comes of a forward on rank 1 alone."""
     module = make_module("adam")

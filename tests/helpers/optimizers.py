@@ -168,21 +168,6 @@ class SAM(Optimizer):
         return loss
 
 
-class ByLoss(Optimizer):
-    """As AliG: the loss over the squared norm of all gradients is how far it goes (arXiv:1906.05661)."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        assert closure is not None
-        with torch.enable_grad():
-            loss = closure()
-        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        squares = torch.stack([p.grad.square().sum() for p in held]).sum().item()
-        for p in held:
-            p.add_(p.grad, alpha=-0.2 * float(loss) / (squares + 1e-6))
-        return loss
-
-
 class ScheduleFree(_Plain):
     """As schedulefree's: parameters are one point of a line while training and another for evaluation, where its user
     moves them by ``eval`` and ``train``."""
@@ -337,57 +322,11 @@ def fit_and_save(strategy: Any, path: str, num_steps: int, resume: str | None = 
     return weights
 
 
-class _ByMeanLoss(ConfiguredByHand):
-    """``options``: whether losses have their ranks' mean as value, and whether the optimizer is given numbers."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(make=lambda module: ByLoss(module.parameters(), {}), **options)
-        self.returned: list[bool] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        found: list[Any] = []
-
-        def closure() -> Any:
-            self.optimizers().zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            value = loss.detach().clone()
-            if self.options["shared"]:
-                torch.distributed.all_reduce(value)
-                value /= self.trainer.world_size
-            found.append(value.item() if self.options["numbers"] else value)
-            return found[0]
-
-        self.returned.append(self.optimizers().step(closure=closure) is found[0])
-
-
-def step_by_loss(strategy: Any, shared: bool, numbers: bool) -> tuple[dict[str, Tensor], bool]:
-    """Weights after some steps by the loss, and whether each step returned the loss of this rank's closure."""
-    torch.manual_seed(3)
-    module = _ByMeanLoss(shared=shared, numbers=numbers)
-    trainer = make_trainer(strategy, max_epochs=1, limit_val_batches=0)
-    trainer.fit(module, DataLoader(RandomDataset(), batch_size=BATCH))
-    return {key: value.detach().clone() for key, value in module.state_dict().items()}, all(module.returned)
-
-
 class _OneBatch(RandomDataset):
     """The same items for everyone."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return super().__getitem__(0)
-
-
-def evaluate_and_save(strategy: Any, path: str) -> bool:
-    """Saves after a fit that ended in ``eval`` of a schedule-free optimizer; whether its states are plain tensors."""
-    torch.manual_seed(3)
-    module = Configured(make=lambda m: ScheduleFree(m.parameters()))
-    trainer = make_trainer(strategy, max_epochs=1, limit_val_batches=0)
-    trainer.fit(module, DataLoader(RandomDataset(), batch_size=BATCH))
-    optimizer = trainer.optimizers[0]
-    optimizer.eval()
-    trainer.save_checkpoint(path)
-    held = optimizer.param_groups[0]["params"]
-    return all(type(optimizer.state[p]["z"]) is Tensor and optimizer.state[p]["z"].shape == p.shape for p in held)
 
 
 def two_then_one(strategy: Any, path: str) -> None:
