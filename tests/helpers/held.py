@@ -499,9 +499,7 @@ class PartialForward(Zoo):
     """Manual optimization; some batches end without a backward, before any layer is called or in the middle of the net.
     Validations end before any layer is called."""
 
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x, _ = batch

@@ -65,9 +65,7 @@ class AccumulatesAssigned(Zoo):
 class RetainedGraph(Zoo):
     """Two backwards through one graph, gradients looked at in between: PCGrad, GradNorm."""
 
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()

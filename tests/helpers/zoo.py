@@ -272,9 +272,7 @@ class ConfiguredClipping(Zoo):
 class Manual(Zoo):
     """Accumulates two batches by hand, clips, skips a backward now and then, returns nothing."""
 
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -293,10 +291,11 @@ class TwoBackwards(Zoo):
     """Two forwards and two backwards before one step, then the scheduler by hand. Lightning has DDP send buffers once
     then: each rank's statistics are its own."""
 
+    automatic_optimization = False
+
     def build(self) -> None:
         super().build()
         self.norm = nn.BatchNorm1d(WIDTH)
-        self.automatic_optimization = False
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(self.norm(x))
@@ -317,9 +316,7 @@ class TwoBackwards(Zoo):
 class SplitOptimizers(Zoo):
     """Matrices of the blocks under Muon, everything else under AdamW, both stepped by hand."""
 
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         muon, adamw = self.optimizers()
@@ -1231,9 +1228,9 @@ def make_trainer(strategy: Any, **options: Any) -> L.Trainer:
     )
 
 
-def make_module(name: str, different_seeds: bool = False, seed: int = 11) -> L.LightningModule:
+def make_module(name: str, different_seeds: bool = False) -> L.LightningModule:
     """A fresh module; with ``different_seeds`` every rank initializes differently (rank 0's is the one that counts)."""
-    torch.manual_seed(seed + (1000 * int(os.environ["RANK"]) if different_seeds else 0))
+    torch.manual_seed(11 + (1000 * int(os.environ["RANK"]) if different_seeds else 0))
     return KINDS[name].module()
 
 
