@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from importlib import import_module
 
 import torch
 
 import lightning_zero
 
+with open(os.devnull, "wb") as nothing:
+    os.dup2(nothing.fileno(), 1)  # deepspeed writes a line, and benchmarks print pages there; forks have their own
 lightning_zero.ZeroStrategy  # noqa: B018  (imports the strategy, Lightning and torch with it)
 for name in ("lightning_zero.engines.fsdp2.engine", "lightning_zero.app.cli", "lightning_zero.app.hydra_config"):
     import_module(name)
