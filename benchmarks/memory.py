@@ -2,7 +2,6 @@
 
     python benchmarks/memory.py > docs/memory.md              # measures again, about 15 minutes and 8 GiB
     python benchmarks/memory.py --keep docs/memory.md         # prints the page with that file's measurements
-    python benchmarks/memory.py --keep docs/memory.md life    # measures one part again: steps, life or built
 
 Planned figures that differ from measured ones by more than 10 % are listed on stderr, and the exit status is 1.
 """
@@ -294,7 +293,7 @@ reads alone gets an error after 30 seconds. What nobody touches stays sharded: t
 (`trainer.test(module, ckpt_path="best")`, another `fit`) shards it again unit by unit, or reads the checkpoint instead,
 and `trainer.save_checkpoint` sends shards. The same holds for `deepspeed`.
 
-{_marked("built", measured["built"])}
+`tests/system/test_limits.py` trains a module of 768 MiB on four ranks, none of which may take as much memory.
 
 ## Plan and measurement
 
@@ -303,8 +302,6 @@ reductions within 1 %, the CPU allocator's peak within 10 %. `make memory` ends 
 differ more.
 
 {_marked("steps", measured["steps"])}
-
-{_marked("life", measured["life"])}
 
 The figures on this page were not measured on a GPU. `tests/gpu/test_plan_cuda.py` compares the plan with
 `torch.cuda.max_memory_allocated` for four models; it is skipped without a GPU. On a machine without CUDA, a plan for
@@ -394,68 +391,6 @@ Peaks with activations, MiB, rank 0, micro-batches of 16 (`tests/helpers/account
 {_versions()}"""
 
 
-GPT = {"vocab_size": 16000, "n_embd": 768, "n_layer": 12, "n_head": 12}
-"""97 million parameters."""
-BUILT_RANKS, ROOM_GIB = 8, 14
-
-
-def life() -> str:
-    """Peak memory in all phases of a run, in the process that needs the most."""
-    rows = _life_rows()
-    return f"""A GPT of 97 million parameters (372 MiB in fp32) under `zero3` with AdamW and micro-batches of one, in
-all phases of a run (`tests/helpers/lifetime.py`): made on the meta device, loaded from safetensors, trained, saved
-as one file, unsharded at the end. Peak resident memory of the process that needs the most, in MiB, without its memory
-after the run of a tiny module, which is imports.
-
-| | 2 ranks | 4 ranks |
-|---|---|---|
-{_rows(rows)}
-
-{_versions()}"""
-
-
-def _life_rows() -> list[tuple[str, ...]]:
-    import tempfile
-
-    from tests.helpers import lifetime
-    from tests.helpers.ranks import RankPool
-
-    columns: list[list[str]] = [list(lifetime.PHASES)]
-    with tempfile.TemporaryDirectory() as folder:
-        with RankPool() as pool:
-            pool.run(lifetime.write, GPT, f"{folder}/published", world_size=1)
-        for n in (2, 4):
-            args = ({"stage": 3}, GPT, f"{folder}/published", f"{folder}/{n}.ckpt")
-            with RankPool() as pool:  # fresh processes, whose imports are all that they hold
-                found = pool.run(lifetime.peaks, *args, world_size=n, timeout_seconds=300)
-            most = {phase: max(each[phase] for each in found) for phase in lifetime.PHASES}
-            columns.append([f"{most[phase] / 2**20:.0f}" for phase in lifetime.PHASES])
-            print(f"measured: life on {n}", file=sys.stderr, flush=True)
-    return list(zip(*columns, strict=True))
-
-
-def built() -> str:
-    """Peak memory of a module that is too large for one process, in one rank of a run whose other ranks are
-    simulated."""
-    import json
-    import subprocess
-
-    from tests.helpers import materialized
-
-    job = {"world_size": BUILT_RANKS, "sizes": materialized.SEVEN_BILLION, "room_gib": ROOM_GIB}
-    command = [sys.executable, "-m", "tests.helpers.materialized", json.dumps(job)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    found = json.loads(done.stdout.splitlines()[-1])
-    gib = {key: nbytes / 2**30 for key, nbytes in found.items()}
-    billions = found["parameters"] / 4e9
-    return f"""A Llama of {billions:.1f} billion parameters ({gib["parameters"]:.1f} GiB in fp32), built on the meta
-device, was materialized and sharded in one process, as rank 0 of {BUILT_RANKS} whose other ranks do not exist
-(`tests/helpers/materialized.py`), with a limit of {ROOM_GIB} GiB of address space (`RLIMIT_AS`). Resident memory
-without imports: {gib["peak"]:.2f} GiB at the peak, {gib["kept"]:.2f} GiB afterwards, which are the shards.
-
-{_versions()}"""
-
-
 def _versions() -> str:
     import platform
 
@@ -501,7 +436,7 @@ def _measured_peaks(pool: object, name: str, n: int, options: dict[str, object])
     return rows
 
 
-MEASURES: dict[str, Callable[[], str]] = {"steps": steps, "life": life, "built": built}
+MEASURES: dict[str, Callable[[], str]] = {"steps": steps}
 
 if __name__ == "__main__":
     main()

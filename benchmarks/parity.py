@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.models import BEGIN, PAGE, section_of  # which writes the second table
 from tests.helpers import held_packages, zoo
-from tests.helpers.held_packages import LEFT_OUT, PACKAGE_KINDS, PACKAGED, missing
+from tests.helpers.held_packages import PACKAGE_KINDS, PACKAGED, missing
 from tests.helpers.models import version_of
 from tests.helpers.ranks import RankError, RankPool, outcome
 from tests.helpers.zoo import KINDS
@@ -80,19 +80,9 @@ def _row(pool: RankPool, name: str, world_size: int, strategies: dict[Column, di
     """One cell per engine and stage: ``losses / weights``, or what is refused instead."""
     kind = ALL[name]
     train = held_packages.train if name in PACKAGED else zoo.train
-    if kind.raises and world_size > 1:
-        answers = [
-            pool.run(outcome, train, name, strategy, True, world_size=world_size)
-            for strategy in (kind.reference, *strategies.values())
-        ]
-        as_ddp = [all(re.search(kind.raises, text) for _, text in answer) for answer in answers]
-        return ["refused, as under DDP" if same else "**not refused as under DDP**" for same in as_ddp[1:]]
     reference = pool.run(train, name, kind.reference, True, world_size=world_size, timeout_seconds=TIMEOUT_SECONDS)
     cells = []
     for (engine, stage), strategy in strategies.items():
-        if (name, engine, stage) in LEFT_OUT:
-            cells.append("not tried")
-            continue
         unsupported = kind.unsupported_units if engine == "fsdp2" else kind.unsupported_deepspeed
         refusal = kind.refusal(engine, stage) or (unsupported.get(stage) if world_size > 1 else None)
         try:

@@ -380,6 +380,12 @@ class ZeroStrategy(Launched, DDPStrategy):
             # Otherwise PyTorch rounds pinned blocks up to a power of two. It reads this at the first use of the device.
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:1")
         super().setup_environment()
+        if self._steps_on_host and self.world_size > 1 and "cpu:" not in dist.get_backend_config():
+            raise ValueError(
+                f"offload={self.config.offload.target!r}: an earlier Trainer or your code has opened a process group"
+                f" without a CPU backend ({dist.get_backend_config()}), which norms of gradients in host memory need:"
+                " give that Trainer DDPStrategy(process_group_backend='cpu:gloo,cuda:nccl')."
+            )
         self._map_from(MAPPED_FROM_BYTES)
         agreement = shared_agreement(self.config.timeout_seconds)
         set_run_agreement(agreement)

@@ -6,7 +6,8 @@ it. :mod:`lightning_zero.app.check` starts jobs and makes the report.
 
     same   losses and weights of each stage, from the start and from its own checkpoint, against DDP in each precision
     fits   bytes of each stage, measured and planned
-    fast   the same step under DDP, raw ``fully_shard`` and each stage, alternately
+    fast   the same step under DDP, raw ``fully_shard`` and each stage, alternately; on several GPUs also the share of
+           a step in which the device only communicates
     safe   the last rank raises in the middle of a step
 
 A single GPU is shared by two ranks over gloo. On CUDA tensors gloo lacks some collectives and the mean, so
@@ -26,6 +27,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 from lightning_zero.callbacks import ZeroMonitor
@@ -343,12 +347,58 @@ def fast(job: Job) -> Iterator[Line]:
     seconds: dict[str, list[float]] = {}
     for _ in range(ROUNDS):
         for name in ("ddp", *(["fully_shard"] if knows_raw else []), *STAGES):
-            watch, steps = Watch(), WARMUP_STEPS + TIMED_STEPS
-            module, data = job.module_and_data(large=True, num_batches=steps)
-            job.trainer(name, watch, precision, steps).fit(module, data)
+            watch = Watch()
+            _few_steps(job, name, precision, watch)
             seconds.setdefault(name, []).append(statistics.median(watch.seconds[WARMUP_STEPS:] or watch.seconds))
+    exposed: dict[str, float] = {}
+    for name in ("ddp", *STAGES) if job.accelerator == "gpu" and job.world_size > 1 else ():
+        kernels = Kernels()
+        _few_steps(job, name, precision, kernels)
+        exposed[name] = exposed_share(kernels.found)
     for stage in STAGES:
-        yield stage, *_judge_times(stage, seconds, precision, SLACK_SECONDS[job.accelerator])
+        passes, text = _judge_times(stage, seconds, precision, SLACK_SECONDS[job.accelerator])
+        if exposed:
+            text += f", {exposed[stage]:.0%} of it only communication (ddp {exposed['ddp']:.0%})"
+        yield stage, passes, text
+
+
+def _few_steps(job: Job, name: str, precision: str, callback: Any) -> None:
+    steps = WARMUP_STEPS + TIMED_STEPS
+    module, data = job.module_and_data(large=True, num_batches=steps)
+    job.trainer(name, callback, precision, steps).fit(module, data)
+
+
+class Kernels(Callback):
+    """Records name, start and end of each kernel of this rank's device after the first steps."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, float, float]] = []
+        self._profiler = profile(activities=[ProfilerActivity.CUDA])
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == WARMUP_STEPS:
+            torch.cuda.synchronize()
+            self._profiler.start()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        torch.cuda.synchronize()
+        self._profiler.stop()
+        for event in self._profiler.events():
+            if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+                self.found.append((event.name, event.time_range.start, event.time_range.end))
+
+
+def exposed_share(kernels: Sequence[tuple[str, float, float]]) -> float:
+    """Returns the share of time in which only NCCL's kernels run, waiting for other ranks included. A kernel is a name,
+    a start and an end."""
+    events = [(at, "nccl" in name, step) for name, start, end in kernels for at, step in ((start, 1), (end, -1))]
+    changes = sorted(events)
+    running = {True: 0, False: 0}  # whether a kernel communicates -> number of those that run
+    alone = 0.0
+    for (at, communicates, step), (until, *_) in pairwise(changes):
+        running[communicates] += step
+        alone += until - at if running[True] and not running[False] else 0.0
+    return alone / (changes[-1][0] - changes[0][0]) if changes else 0.0
 
 
 def _judge_times(stage: str, seconds: Mapping[str, list[float]], precision: str, slack: float) -> tuple[bool, str]:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_zero.engines import after_run
 from lightning_zero.private.torch import DisableTorchFunction
@@ -93,7 +93,7 @@ def _all_loops(strategy: Any, inference_mode: bool) -> dict[str, Any]:
                 inner.inference_mode = True
             trainer.fit_loop.epoch_loop.val_loop.inference_mode = True
         if loop == "fit":
-            trainer.fit(module, _loader(), two)
+            trainer.fit(module, _loader(shuffle=True), two)  # with the sampler that Lightning puts in
             seen[f"{index} fit"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
             trainer.fit_loop.max_epochs += 1
         elif loop == "predict":
@@ -109,56 +109,6 @@ def test_loops_give_what_ddp_gives(ranks2) -> None:
     for result, expected in zip(ranks2(_all_loops, _strategy(3), True), reference, strict=True):
         for key in expected:
             assert _close(result[key], expected[key]), key
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Data
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class SeesItems(Zoo):
-    """Remembers which items it trained and validated on."""
-
-    def build(self) -> None:
-        super().build()
-        self.trained: list[float] = []
-        self.validated: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.trained += batch[0][:, 0].tolist()
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.validated += batch[0][:, 0].tolist()
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return batch[0][:, 0]
-
-
-def _items(strategy: Any) -> dict[str, Any]:
-    torch.manual_seed(5)
-    module = SeesItems()
-    trainer = make_trainer(strategy, max_epochs=1, num_sanity_val_steps=0)
-    trainer.fit(module, _loader(shuffle=True), _loader())
-    sampler = trainer.train_dataloader.sampler
-    predicted = torch.cat(trainer.predict(module, _loader())).tolist()
-    return {
-        "sampler": type(sampler).__name__,
-        "replicas": (sampler.num_replicas, sampler.rank) if isinstance(sampler, DistributedSampler) else None,
-        "trained": module.trained,
-        "validated": module.validated,
-        "predicted": predicted,
-        "kwargs": trainer.distributed_sampler_kwargs,
-    }
-
-
-def test_distributed_sampler_is_injected(ranks2) -> None:
-    results = ranks2(_items, _strategy(3))
-    assert results == ranks2(_items, "ddp")
-    assert [r["replicas"] for r in results] == [(2, 0), (2, 1)]
-    everything = {zoo.RandomDataset()[i][0][0].item() for i in range(zoo.NUM_ITEMS)}
-    assert {x for r in results for x in r["trained"]} == everything
-    assert not set(results[0]["trained"]) & set(results[1]["trained"])  # 44 items: no padding at two ranks
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -244,40 +194,6 @@ def test_each_run_goes_on_from_shards(ranks2, tmp_path: Path) -> None:
             assert _close(result[key], expected[key]), key
 
 
-class CountsFull(TwoLoaders):
-    """Counts parameters that are full when the strategy's set-up converts the module, after a checkpoint was read."""
-
-    num_full = 0
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
-        with DisableTorchFunction():
-            self.num_full = sum(p.untyped_storage().nbytes() > 0 for p in self.parameters())
-        return self
-
-
-def _read_by_the_next_run(path: str) -> Any:
-    """``(full parameters in the set-up, validation losses)`` of runs that follow a fit, with its shards or its file."""
-    torch.manual_seed(5)
-    module, seen = CountsFull(), []
-    trainer = make_trainer(_strategy(3, after_fit="sharded"), max_epochs=1, precision="bf16-true")
-    trainer.fit(module, _loader())
-    trainer.save_checkpoint(path)
-    for given in (None, path):
-        losses = trainer.validate(module, _loader(), ckpt_path=given, verbose=False)
-        seen.append((module.num_full, losses))
-    return seen
-
-
-def test_no_rank_holds_a_full_module_that_a_run_left_sharded(ranks2, tmp_path: Path) -> None:
-    """The next run shards it unit by unit: a full module may not fit into host memory."""
-    for (num_full, losses), (num_full_of_file, losses_of_file) in ranks2(
-        _read_by_the_next_run, str(tmp_path / "a.ckpt")
-    ):
-        assert num_full == num_full_of_file == 0
-        assert losses == losses_of_file
-
-
 def _after_a_sharded_run(strategy: Any, alone: bool) -> dict[str, Any]:
     """Uses of a module between runs; ``alone``: what comes of a forward on rank 1 alone."""
     module = make_module("adam")
@@ -331,6 +247,7 @@ def _ordinary_afterwards(strategy: Any, name: str) -> dict[str, Any]:
         "same_objects": all(parameters[n] is p for n, p in originals.items()),
         "requires_grad": requires_grad == {n: p.requires_grad for n, p in parameters.items()},
         "dtypes": dtypes == {n: (p.dtype, p.shape) for n, p in parameters.items()},
+        "no_attributes": not any(vars(p) for p in parameters.values()),
         "hooks": hooks == _num_hooks(module),
         "weights": _weights(module),
     }
@@ -422,32 +339,6 @@ class ReplacesLayerInConfigureOptimizers(Zoo):
     def configure_optimizers(self) -> Any:
         self.net.head = nn.Linear(zoo.WIDTH, zoo.WIDTH)
         return super().configure_optimizers()
-
-
-class ReadsBeforeTheStep(Zoo):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        next(self.parameters()).norm()  # of the whole: all ranks must be here
-
-
-class RunsDry(IterableDataset):
-    """Two batches on rank 0, one more on each further rank; nobody can know beforehand."""
-
-    def __iter__(self) -> Any:
-        items = zoo.RandomDataset()
-        return (items[i] for i in range(zoo.BATCH * (2 + int(os.environ["RANK"]))))
-
-
-def _fit_until_dry() -> None:
-    make_trainer(_strategy(3), max_epochs=1, use_distributed_sampler=False).fit(
-        ReadsBeforeTheStep(), DataLoader(RunsDry(), batch_size=zoo.BATCH)
-    )
-
-
-def test_all_ranks_refuse_where_one_has_fewer_batches(ranks2) -> None:
-    for error, text in ranks2(outcome, _fit_until_dry, timeout_seconds=50):
-        assert error == "ValueError", text
-        assert "rank 1 begins training batch 2" in text
-        assert "rank 0 ends its epoch after 2 training batches" in text
 
 
 class StopsAlone(Callback):

@@ -128,9 +128,6 @@ class Built(L.LightningModule):
         self.losses.append(loss.item())
         return loss
 
-    def validation_step(self, batch: Tensor, index: int) -> None:
-        self.losses.append(self.model(batch).sum().item())
-
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
 
@@ -159,16 +156,6 @@ def _differences(kind: str, strategy: Any) -> list[str]:
     return differ
 
 
-def _validate(kind: str, strategy: Any) -> list[float]:
-    """Sums of outputs over the batches, ordinary construction beside meta."""
-    sums = []
-    for device in ("cpu", "meta"):
-        module = Built(kind, device)
-        make_trainer(strategy).validate(module, _loader(), verbose=False)
-        sums.append(sum(module.losses))
-    return sums
-
-
 def _init_module(strategy: Any) -> Any:
     """A module built under ``trainer.init_module(empty_init=True)``; where it lay, and its weights after a fit."""
     trainer = make_trainer(strategy, max_steps=1, limit_val_batches=0)
@@ -193,11 +180,6 @@ def _init_module(strategy: Any) -> Any:
 def test_values_are_those_of_ordinary_construction(kind, settings, ranks2):
     for differ in ranks2(_differences, kind, settings):
         assert differ == []
-
-
-def test_without_a_fit(ranks2):
-    for ordinary, materialized in ranks2(_validate, "rotary", "zero3"):
-        assert ordinary == materialized
 
 
 # -- what cannot be filled -------------------------------------------------------------------------------------------

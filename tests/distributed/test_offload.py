@@ -7,16 +7,13 @@ it may round differently. What a failure localises: one kind under every stage t
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_zero import OffloadConfig, strategy
-from lightning_zero.engines import optimizer_step
+from lightning_zero import OffloadConfig
 from tests.helpers import zoo
 from tests.helpers.ranks import outcome
 
@@ -79,43 +76,6 @@ def test_checkpoints_cross_over(ranks2, tmp_path):
         for expected, losses in zip(ranks2(_second_half, path, plain), ranks2(_second_half, path, host), strict=True):
             assert len(losses) == len(expected) > 0
             assert losses == pytest.approx(expected, rel=FUSED_TOLERANCE)
-
-
-def _groups_during_steps(kind: str) -> tuple[list[Any], list[Any], list[str]]:
-    """What ``fused`` is while the optimizer steps and afterwards, and what was said about it."""
-    seen: list[Any] = []
-    on_shards = optimizer_step.ShardedStep.on_shards
-
-    @contextmanager
-    def watched(step: Any) -> Any:
-        with on_shards(step):
-            seen.append([group.get("fused") for group in step.optimizer.param_groups])
-            yield
-
-    said: list[str] = []
-    original, strategy.rank_zero_info = strategy.rank_zero_info, said.append
-    try:
-        with mock.patch.object(optimizer_step.ShardedStep, "on_shards", watched):
-            trainer = zoo.make_trainer({"stage": 3, "offload": "cpu", **zoo.BLOCKS}, max_steps=2)
-            trainer.fit(zoo.make_module(kind), DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
-    finally:
-        strategy.rank_zero_info = original
-    after = [group.get("fused") for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    return seen, after, [line for line in said if "fused" in line]
-
-
-@pytest.mark.parametrize(
-    ("kind", "during", "after", "said"),
-    [
-        ("adam", [True], [None], "Adam steps in host memory with PyTorch's fused kernel"),
-        ("parameter_groups", [None, True, None], [None, True, None], None),
-    ],
-)
-def test_adam_is_fused_unless_its_user_chose(ranks1, kind, during, after, said):
-    seen, left, lines = ranks1(_groups_during_steps, kind)[0]
-    assert seen == [during] * 3  # states are laid out before the first step
-    assert left == after
-    assert [line for line in lines if said and said in line] if said else not lines
 
 
 def test_pinned_memory_needs_an_accelerator(ranks1):

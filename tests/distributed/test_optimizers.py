@@ -28,12 +28,6 @@ def test_states_continue_on_another_number_of_ranks(ranks, tmp_path):
                 torch.testing.assert_close(value, expected[name][key], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_states_are_ordinary_tensors_after_fit(ranks2, tmp_path, engine):
-    """schedulefree's ``eval`` computes with parameters and states together before the checkpoint is saved."""
-    assert all(ranks2(optimizers.evaluate_and_save, {"stage": 3, "engine": engine}, str(tmp_path / "x.ckpt")))
-
-
 def _momentum_after_fit(strategy: object, alone: bool) -> object:
     """Of one parameter after a fit; read by rank 1 alone, what comes of that."""
     torch.manual_seed(3)
@@ -82,13 +76,3 @@ def test_a_line_search_ends_alike_on_all_ranks(ranks2):
     whose ranks have other weights at the end."""
     first, second = ranks2(_wolfe, {"stage": 3})
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_an_optimizer_that_steps_by_the_loss_is_given_the_mean(ranks2):
-    """AliG goes as far as the loss says. Each rank keeps its own rows of what it steps, so by their own losses the rows
-    of one tensor would have gone differently far. The caller of ``step`` has its own rank's loss, as under DDP."""
-    for engine, numbers in zip(ENGINES, (False, True), strict=True):
-        (expected, _), _ = ranks2(optimizers.step_by_loss, "ddp", True, numbers)
-        for found, returned in ranks2(optimizers.step_by_loss, {"stage": 3, "engine": engine}, False, numbers):
-            assert zoo.largest_difference(found, expected)[0] <= 1e-5
-            assert returned

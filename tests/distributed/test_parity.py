@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,6 @@ from tests.helpers.parity import (
     compare,
     reference,
 )
-from tests.helpers.ranks import outcome
 from tests.helpers.zoo import KINDS
 
 RANKS = {
@@ -47,14 +45,6 @@ CASES = [*cases(FEATURES), *(Case(name, "fsdp2", 1 + i % 3, ranks) for i, (name,
 def test_training_equals_ddp(case: Case, batches: Batches) -> None:  # noqa: F811
     """Through DeepSpeed also: no gradient is clipped unasked, and accumulation scales once."""
     compare(case, batches)
-
-
-def test_ddp_refuses_what_the_table_says_lightning_refuses(ranks2) -> None:
-    for name, kind in KINDS.items():
-        if kind.raises is not None:
-            for error, text in ranks2(outcome, zoo.train, name, kind.reference):
-                assert error != "ok"
-                assert re.search(kind.raises, text), text
 
 
 def test_registered_names_are_the_stages(batches: Batches) -> None:  # noqa: F811

@@ -57,14 +57,14 @@ class UsedAtTimes(zoo.Zoo):
 
 
 def _fit(
-    strategy: Any, precision: str, make: Any = Seen, accumulate: int = 1
-) -> tuple[list[float], dict[str, Any], dict[str, torch.dtype]]:
+    strategy: Any, precision: str = "32-true", make: Any = Seen, accumulate: int = 1
+) -> tuple[list[float], dict[str, Any], dict[str, torch.Tensor]]:
     torch.manual_seed(3)
     module = make()
     trainer = zoo.make_trainer(strategy, precision=precision, accumulate_grad_batches=accumulate)
     trainer.fit(module, DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
     weights = {name: value.double() for name, value in module.state_dict().items()}
-    return module.losses, weights, {name: value.dtype for name, value in module.extra.items()}
+    return module.losses, weights, module.extra
 
 
 @pytest.mark.parametrize(("precision", "stage"), [*((each, 3) for each in TOLERANCE), ("bf16-mixed", 1)])
@@ -72,8 +72,12 @@ def test_trains_as_ddp_in_the_promised_dtypes(ranks2, precision, stage):
     reference, result = ranks2(_fit, "ddp", precision), ranks2(_fit, {"stage": stage, "min_unit_numel": 1}, precision)
     stored = torch.bfloat16 if precision == "bf16-true" else torch.float32
     gathered = torch.bfloat16 if precision == "bf16-mixed" else stored
-    for (losses, weights, dtypes), (expected, expected_weights, _) in zip(result, reference, strict=True):
-        assert dtypes == {"gathered": gathered, "stored": stored, "grad": stored}
+    for (losses, weights, extra), (expected, expected_weights, _) in zip(result, reference, strict=True):
+        assert {name: value.dtype for name, value in extra.items()} == {
+            "gathered": gathered,
+            "stored": stored,
+            "grad": stored,
+        }
         _assert_close((losses, weights), (expected, expected_weights), TOLERANCE[precision])
 
 
@@ -97,22 +101,14 @@ class Rounded(Seen):
 @pytest.mark.parametrize(("stage", "transport"), [(1, "direct"), (3, "torch")])
 def test_gradients_are_reduced_in_the_dtype_that_is_set(ranks2, stage, transport):
     settings = {"stage": stage, "transport": transport, "reduce_dtype": "bf16", "min_unit_numel": 1}
-    reference, result = ranks2(_fit, "ddp", "32-true", Rounded), ranks2(_rounded, settings)
-    for (*found, is_rounded), (*expected, _) in zip(result, reference, strict=True):
-        assert is_rounded
+    reference, result = (ranks2(_fit, strategy, "32-true", Rounded) for strategy in ("ddp", settings))
+    for (*found, extra), (*expected, _) in zip(result, reference, strict=True):
+        assert extra["are rounded"]
         _assert_close(found, expected, TOLERANCE["bf16-mixed"])
 
 
-def _rounded(settings: Any) -> Any:
-    torch.manual_seed(3)
-    module = Rounded()
-    zoo.make_trainer(settings).fit(module, DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
-    weights = {name: value.double() for name, value in module.state_dict().items()}
-    return module.losses, weights, bool(module.extra["are rounded"])
-
-
 def test_buffers_of_nccl_are_refused_on_cpus(ranks2):
-    for _, text in ranks2(outcome, _rounded, {"stage": 3, "comm_buffers": "symmetric"}):
+    for _, text in ranks2(outcome, _fit, {"stage": 3, "comm_buffers": "symmetric"}):
         assert "comm_buffers='symmetric' on 'cpu'" in text
 
 

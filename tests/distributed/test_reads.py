@@ -1,7 +1,6 @@
 """Reads of parameters that not all ranks make: as under DDP, or one line that names them, soon.
 
-That values are DDP's in every hook, at every stage, is the parity test's: kinds ``read_on_one_rank`` and
-``histograms_on_one_rank``.
+That values are DDP's in every hook, at every stage, is the parity test's: kind ``read_on_one_rank``.
 """
 
 from __future__ import annotations
@@ -150,34 +149,3 @@ def _in_a_fork(strategy: Any) -> str:
 def test_processes_that_a_rank_starts_do_not_read_parameters(ranks2: Any, settings: dict[str, Any]) -> None:
     for text in ranks2(_in_a_fork, settings):
         assert re.search(r"RuntimeError.*in a process that this rank has started.*num_workers=0", text, re.S), text
-
-
-class Shrinks(zoo.Zoo):
-    """Rank 0 alone reads all parameters, then all ranks write to all of them; the other begins as soon as it may."""
-
-    def build(self) -> None:
-        super().build()
-        self.found: list[float] = []
-
-    def on_train_epoch_end(self) -> None:
-        if self.trainer.is_global_zero:
-            self.found += [p.norm().item() for p in self.parameters()]
-        with torch.no_grad():
-            for p in self.parameters():
-                p.mul_(0.9)
-
-
-def _shrink(strategy: Any) -> dict[str, Any]:
-    module = Shrinks()
-    _fit(module, strategy)
-    return {"found": module.found, "losses": module.losses}
-
-
-def test_one_rank_reads_what_was_there_before_all_write(ranks2: Any) -> None:
-    expected = ranks2(_shrink, "ddp")
-    for strategy in (FSDP2, DEEPSPEED):
-        reads = ranks2(_shrink, strategy)
-        for found, of_ddp in zip(reads, expected, strict=True):
-            assert found["found"] == pytest.approx(of_ddp["found"], rel=1e-6)  # a norm of rows put together
-            assert found["losses"] == pytest.approx(of_ddp["losses"], rel=1e-6)
-        assert reads[0]["found"]

@@ -84,10 +84,6 @@ class Module(zoo.Zoo):
         optimizer.zero_grad()
         return None
 
-    def record(self, loss: Tensor) -> Tensor:
-        self.losses.append(loss.item())
-        return loss
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         before = [block.forwards for block in self.net]
         self.loss(batch[0])

@@ -9,7 +9,6 @@ import copy
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -20,12 +19,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
-from lightning_zero.comm.shards import gathered, local
-from lightning_zero.engines import residency
+from lightning_zero.comm.shards import gathered
 from lightning_zero.private.torch import DisableTorchFunction
 from tests.helpers import zoo
 
@@ -45,7 +42,6 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "copy of the gradient": lambda p: copy.deepcopy(p.grad),
     "places": lambda p: _places(p),
     "array that nobody writes to": lambda p: p.detach().numpy().copy().sum().item(),
-    "sent to all": lambda p: _sent_to_all(p),
 }
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
@@ -69,37 +65,12 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "out of a view": lambda p: torch.sum(OTHER, 0, out=p.data[1]),
     "from vector": lambda p: nn.utils.vector_to_parameters(torch.arange(15.0), [p]),
     "data of a row": lambda p: p[4].data.zero_(),
-    "beside a transform": lambda p: [f(p.data[1]) for f in (_transform, Tensor.zero_)],
-    "old data": lambda p: _with_old_data(p),
-    "assigned again": lambda p: _assigned_again(p),
     "reduced": lambda p: dist.all_reduce(p, dist.ReduceOp.MAX),
     "reduced gradient": lambda p: (dist.all_reduce(p.grad), p.grad.div_(3)),
     "reduced later": lambda p: dist.all_reduce(p.detach(), async_op=True).wait(),
     "broadcast": lambda p: dist.broadcast(p.data, 1),
     "reduced view": lambda p: [f(v) for v in [p.data.view(-1)] for f in (dist.all_reduce, lambda v: v.div_(2))],
 }
-
-
-def _transform(unused: Tensor) -> None:
-    """What it writes to has no memory that could be a view's."""
-    torch.func.vmap(lambda row: row.clone().add_(1.0))(OTHER)
-
-
-def _with_old_data(p: Tensor) -> None:
-    """As averages are swapped in and out."""
-    old = p.data
-    p.data = OTHER.clone()
-    assert torch.equal(p.data.clone(), OTHER)
-    p.data = p.data + old * 2
-
-
-def _assigned_again(p: Tensor) -> None:
-    """Lightning's lottery ticket: the second time ``p`` has the memory of ``x`` already."""
-    x = OTHER.clone()
-    p.data = x.data.to("cpu")
-    with torch.no_grad():
-        p.mul_(2.0)
-    p.data = x.data.to("cpu")
 
 
 def _with_graph(p: Tensor) -> Tensor:
@@ -253,77 +224,10 @@ def test_by_default_the_budget_is_a_part_of_what_is_free(ranks2) -> None:
         assert most == total
 
 
-def _bare() -> None:
-    """Where there are shards and no parameters of a run: initializers of a module, while others are sharded."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded = nn.Parameter(distribute_tensor(OTHER, mesh, [Shard(0)], src_data_rank=None))
-    storage = local(sharded).data_ptr()
-    with residency.showing_full(), torch.no_grad():
-        assert (sharded - OTHER).abs().max() == 0
-        sharded[4].fill_(3.0)
-        nn.init.constant_(sharded[0], 2.0)
-    expected = OTHER.clone()
-    expected[4], expected[0] = 3.0, 2.0
-    assert local(sharded).data_ptr() == storage  # the engine gathers from this memory
-    assert torch.equal(sharded.full_tensor(), expected)
-
-
-def test_shards_alone_are_whole_to_user_code(ranks2) -> None:
-    ranks2(_bare)
-
-
-def _train_raw() -> tuple[bool, list[float]]:
-    """Losses of ``fully_shard`` and Adam as in PyTorch's tutorial, and whether shards were copied as shards."""
-    torch.manual_seed(0)
-    teacher = nn.Sequential(nn.Linear(zoo.WIDTH, 5), nn.Linear(5, 3))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in teacher:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(teacher, mesh=mesh)
-    optimizer = torch.optim.Adam(teacher.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        loss = teacher(torch.ones(2, zoo.WIDTH)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    weight = teacher[0].weight
-    copies = [copy.deepcopy(weight.detach()), torch.zeros_like(weight), weight + 1]
-    return all(isinstance(each, DTensor) and each.device_mesh == mesh for each in copies), losses
-
-
-class ShardsAnother(zoo.Zoo):
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.of_another = _train_raw()
-
-
-def _beside_a_run(settings: dict[str, Any]) -> tuple[Any, Any]:
-    module = ShardsAnother()
-    zoo.make_trainer(settings, max_steps=3).fit(module, DataLoader(zoo.RandomDataset(), zoo.BATCH))
-    return module.of_another, _train_raw()
-
-
-@pytest.mark.parametrize("settings", [{"stage": 3, **zoo.BLOCKS}, {"stage": 2, "offload": "cpu"}])
-def test_a_hook_shards_and_trains_another_module_with_fully_shard(ranks2, settings) -> None:
-    """Its parameters are ``DTensor``, like the optimizer states of a run, and belong to user code."""
-    for during, after in ranks2(_beside_a_run, settings):
-        assert during == after
-        assert after[0]
-
-
 def _places(p: Tensor) -> tuple[int, bool]:
     """How code counts parameters that are tied once."""
     others = [p, p.data, p.detach(), p.grad]
     return len({other.data_ptr() for other in others}), p.data_ptr() == p.data.data_ptr()
-
-
-def _sent_to_all(p: Tensor) -> Tensor:
-    everyone = [torch.empty(5, 3) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, p.detach())
-    return torch.stack(everyone)
 
 
 # -- gathering -------------------------------------------------------------------------------------------------------

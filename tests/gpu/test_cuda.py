@@ -137,6 +137,21 @@ def test_set_up_and_the_time_after_a_fit_take_no_more_than_steps_and_ddp(ranks1,
     assert left <= left_by_ddp + 0.5
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("kind", ["adam", "accumulation_and_clip"])
+def test_deepspeed_trains_as_ddp(ranks, kind, precision, offload, stage):
+    pytest.importorskip("deepspeed")
+    size = min(torch.cuda.device_count(), 4) or 1
+    reference = ranks(_fit, kind, zoo.KINDS[kind].reference, precision, world_size=size)
+    strategy = {"engine": "deepspeed", "stage": stage, "offload": offload}
+    results = ranks(_fit, kind, strategy, precision, world_size=size, timeout_seconds=600)
+    rel = 1e-4 if precision == "32-true" else 5e-2
+    for (losses, _), (expected, _) in zip(results, reference, strict=True):
+        assert losses == pytest.approx(expected, rel=rel, abs=1e-4)
+
+
 @pytest.mark.timeout(600)
 def test_the_check_passes(tmp_path):
     """All of it: two ranks on a single GPU over gloo, the others over NCCL."""

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_zero.comm.shards import PIECE_BYTES, local, to_host
-from lightning_zero.private.torch import VERSION
 from tests.helpers import account, zoo
 
 NUM_RANKS = min(torch.cuda.device_count(), 4) or 1
@@ -121,35 +120,6 @@ def _copied() -> bool:
 
 def test_large_tensors_leave_the_device_in_pieces(ranks1):
     assert ranks1(_copied) == [True]
-
-
-def _pinned(nbytes: int) -> int:
-    """The pinned bytes that PyTorch allocates for a tensor of ``nbytes``, after a run with offload."""
-    trainer = zoo.make_trainer(account.settings_of(3, offload="cpu"), accelerator="cuda", max_steps=1)
-    trainer.fit(account.Stack(), DataLoader(account.Vectors(), batch_size=1))
-    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
-    tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    return torch.cuda.host_memory_stats()["allocated_bytes.current"] - before + 0 * tensor.numel()
-
-
-@pytest.mark.skipif(VERSION < (2, 13), reason="before 2.13 PyTorch rounds all pinned blocks up to a power of two")
-def test_pinned_blocks_have_the_size_of_their_tensors(ranks1):
-    assert ranks1(_pinned, 37 << 20) == [37 << 20]
-
-
-def _peaks(stage: int, offload: str) -> int:
-    torch.manual_seed(0)
-    torch.cuda.reset_peak_memory_stats()
-    trainer = zoo.make_trainer(account.settings_of(stage, offload=offload), accelerator="cuda", max_steps=3)
-    trainer.fit(account.Stack(), DataLoader(account.Vectors(), batch_size=1))
-    return torch.cuda.max_memory_allocated()
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_less_is_on_the_device(ranks, stage):
-    without, moved = (max(ranks(_peaks, stage, offload, world_size=NUM_RANKS)) for offload in ("none", "cpu"))
-    psi = account.Stack.NUM_UNITS * account.Stack.WIDTH**2
-    assert without - moved > 0.5 * 12 * psi / NUM_RANKS  # masters and Adam's states are 12 bytes a parameter
 
 
 def _trace() -> list[dict[str, Any]]:

@@ -146,15 +146,6 @@ class WrappedOutputs(Zoo):
         self.net = WrappedNet()
 
 
-class LocalLosses(Auxiliary):
-    """Each block is trained by its own loss, and gives a detached output (forward-forward, greedy layers)."""
-
-    def build(self) -> None:
-        super().build()
-        for block in self.net.blocks:
-            block.register_forward_hook(lambda module, args, output: output.detach())
-
-
 class PreActivation(nn.Module):
     """Changes its input in place first, as a pre-activation residual block with ``inplace=True`` does."""
 
@@ -198,7 +189,6 @@ KINDS.update(
         },
         "features_of_hooks": Kind(module=_of(Features), reference=UNUSED),
         "outputs_in_objects": Kind(module=_of(WrappedOutputs), validates=True),
-        "local_losses": Kind(module=_of(LocalLosses), reference=UNUSED),
         "inputs_changed_in_place": Kind(module=_of(ChangesItsInput), validates=True),
     }
 )

@@ -40,17 +40,73 @@ class CompiledBeside(Zoo):
         return self.compiled(x)
 
 
-class CompiledFunction(Zoo):
-    """A compiled function in the step that calls the network, another that reads all parameters."""
+class CompiledFunctions(Zoo):
+    """Compiled functions beside the units: one calls the network, one reads all parameters before anything is gathered,
+    one writes to them instead, in every second step, and one averages them in a hook."""
 
     def build(self) -> None:
         super().build()
-        self.compiled = torch.compile(lambda x, y: F.mse_loss(self.net(x), y), backend=BACKEND)
-        self.penalty = torch.compile(lambda: sum(p.square().sum() for p in self.net.parameters()), backend=BACKEND)
+        backend = self.options.get("backend", BACKEND)
+        self.call = torch.compile(lambda x, y: F.mse_loss(self.net(x), y), backend=backend)
+        self.penalty = torch.compile(lambda: sum(p.square().sum() for p in self.net.parameters()), backend=backend)
+        self.write = torch.compile(self.shrink, backend=backend)
+        self.average = torch.compile(self.lerp, backend=backend)
+        self.averages = [torch.zeros(p.shape) for p in self.net.parameters()]
+
+    @staticmethod
+    @torch.no_grad()
+    def shrink(parameters: list[Tensor]) -> None:
+        for p in parameters:
+            p.mul_(0.99)
+
+    @staticmethod
+    @torch.no_grad()
+    def lerp(averages: list[Tensor], parameters: list[Tensor]) -> None:
+        for average, p in zip(averages, parameters, strict=True):
+            average.lerp_(p, 0.1)
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
-        return self.compiled(x, y) + 1e-3 * self.penalty()
+        if len(self.losses) % 2:
+            return 1e-2 * self.penalty() + self.call(x, y)
+        if torch.is_grad_enabled():
+            self.write([*self.net.parameters()])
+        return self.call(x, y)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.average(self.averages, [*self.net.parameters()])
+        self.extra[f"averages {len(self.losses)}"] = torch.stack([average.sum() for average in self.averages])
+
+
+class UsingBlock(zoo.Block):
+    """Writes to its own weight in the forward, keeps a penalty of it, and multiplies with the ``other`` block's."""
+
+    other: list[Any] = []  # noqa: RUF012  (a list hides the block: it is no child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.2, 0.2)
+        y = super().forward(x)
+        self.penalty = self.up.weight.square().sum()
+        return y + sum(F.linear(F.linear(x, each.up.weight), each.down.weight) for each in self.other)
+
+
+class CompiledUsers(Zoo):
+    """Compiled blocks that use parameters of their own and of others. Every second loss is of penalties alone, so that
+    no gradient passes through the output of a unit."""
+
+    def build(self) -> None:
+        self.net = zoo.Net(UsingBlock)
+        first, *others = self.net.blocks
+        for block in others:
+            block.other = [first]
+        for block in self.net.blocks:
+            block.compile(backend=BACKEND)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        penalty = 1e-2 * sum(block.penalty for block in self.net.blocks)  # type: ignore[union-attr]
+        return penalty if len(self.losses) % 2 else loss + penalty
 
 
 class CompiledByHand(Manual):
@@ -98,7 +154,8 @@ def _compiled(kind: type[Zoo], **more: Any) -> Kind:
 KINDS.update(
     {
         "compiled_copy_beside": _compiled(CompiledBeside),
-        "compiled_functions": _compiled(CompiledFunction),
+        "compiled_functions": _compiled(CompiledFunctions),
+        "compiled_blocks_use_parameters": _compiled(CompiledUsers, reference=zoo.UNUSED),
         "compiled_module": _compiled(Zoo, compile_module=BACKEND),
         "compiled_by_hand": _compiled(CompiledByHand, options={"every": 2, "clip": True}),
         **{
@@ -123,6 +180,6 @@ KINDS.update(
             },
             deepspeed_refuses={3: "compile='units' with engine='deepspeed' at stage 3"},
         ),
-        "compiled_and_checkpointed": _compiled(RecomputedAndCompiled, random=True),
+        "compiled_and_checkpointed": _compiled(RecomputedAndCompiled),
     }
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import io
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +18,7 @@ from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, Sto
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.engines.fsdp2.private import KNOWS_TRANSFORMS
@@ -149,10 +149,28 @@ class ByType(Zoo):
 
 
 class Copies(Zoo):
-    """``copy.deepcopy(self.net)`` as a target network: in ``on_fit_start``, in a hook, in the step."""
+    """``copy.deepcopy(self.net)`` as a target network: in ``on_fit_start``, in a hook, in the step. Validated through
+    an average, and through a copy that is trained on each batch."""
 
     def on_fit_start(self) -> None:
         self.targets = [copy.deepcopy(self.net)]
+        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.average.update_parameters(self.net)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        with torch.inference_mode(False), torch.enable_grad():
+            adapted = copy.deepcopy(self.net)
+            optimizer = SGD(adapted.parameters(), lr=0.1)
+            F.mse_loss(adapted(x.clone()), y.clone()).backward()
+            optimizer.step()
+        self.log("average", F.mse_loss(self.average(x), y), sync_dist=True)
+        self.log("adapted", F.mse_loss(adapted(x), y), sync_dist=True)
+
+    def on_fit_end(self) -> None:
+        del self.average
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx in (1, 2):
@@ -231,33 +249,6 @@ class AutogradGrad(Zoo):
         grads = torch.autograd.grad(loss, list(self.net.parameters()), create_graph=True)
         self.extra[f"norms {len(self.losses)}"] = torch.stack([g.detach().norm() for g in grads])
         return loss + 0.1 * sum(g.square().sum() for g in grads)
-
-
-class Maml(Zoo):
-    """One inner step on all parameters, then the loss of ``functional_call`` with the stepped ones."""
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        names, values = zip(*self.net.named_parameters(), strict=True)
-        inner = F.mse_loss(self.net(x[:2]), y[:2])
-        grads = torch.autograd.grad(inner, values, create_graph=True)
-        stepped = {n: p - 0.1 * g for n, p, g in zip(names, values, grads, strict=True)}
-        return F.mse_loss(torch.func.functional_call(self.net, stepped, (x,)), y)
-
-
-class Transforms(Zoo):
-    """``torch.func`` through units: one transform in each step, in turn."""
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        turn = len(self.losses) % 3
-        if turn == 0:
-            return F.mse_loss(torch.func.vmap(self.net)(x), y)
-        if turn == 1:
-            grads = torch.func.vmap(torch.func.grad(lambda v: self.net(v).sum()))(x)
-            return super().loss(batch) + 0.1 * grads.square().mean()
-        tangent = torch.func.jvp(self.net, (x,), (torch.ones_like(x),))[1]
-        return super().loss(batch) + 0.1 * tangent.square().mean()
 
 
 class Sparse(Zoo):
@@ -397,13 +388,6 @@ class ReadsInBackward(Zoo):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
 
 
-class OwnBackward(Zoo):
-    """Overrides it without a look at gradients."""
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        (2 * loss).backward(*args, **kwargs)
-
-
 class SamplesInInferenceMode(Zoo):
     """Generative models look at samples in hooks and inside a step, under ``torch.inference_mode()``."""
 
@@ -431,9 +415,7 @@ class PartialForward(Zoo):
     """Manual optimization; some batches end without a backward, before any layer is called or in the middle of the net.
     Validations end before any layer is called."""
 
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x, _ = batch
@@ -460,8 +442,8 @@ class SameOnAllRanks(Zoo):
 
 
 class ReadAlone(Zoo):
-    """``if trainer.is_global_zero: torch.save(self.net.state_dict(), path)``, a deep copy and norms; on the last rank
-    alone, too, and straight before what all ranks do."""
+    """``if trainer.is_global_zero: torch.save(self.net.state_dict(), path)``, a deep copy, norms, and gradients for
+    histograms; on the last rank alone, too, and straight before what all ranks do."""
 
     def read(self, where: str) -> None:
         last = self.trainer.world_size - 1
@@ -474,6 +456,20 @@ class ReadAlone(Zoo):
             copied = copy.deepcopy(self.net.blocks)
             self.extra[f"{where} copy"] = torch.cat([p.detach().flatten() for p in copied.parameters()])
             self.extra[f"{where} flat"] = self.net.head.weight.data.view(-1)[3:].clone()
+
+    def on_after_backward(self) -> None:
+        self.read_gradients("backward")
+        for p in self.net.head.parameters():  # of all ranks
+            p.grad.mul_(0.5)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.read_gradients("step")
+
+    def read_gradients(self, where: str) -> None:
+        for rank in (0, self.trainer.world_size - 1):
+            if self.global_rank == rank:
+                grads = [full(p.grad).flatten() for p in self.net.parameters()]
+                self.extra[f"{where} {len(self.losses)} for {rank}"] = torch.cat(grads)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.read(f"batch {len(self.losses)}")
@@ -521,47 +517,16 @@ class FindsRate(Zoo):
         return SGD(self.parameters(), lr=self.lr)
 
 
-class Histograms(Zoo):
-    """``self.logger.experiment.add_histogram(name, p.grad)``, with a logger that looks at it on one rank alone, while
-    gradients wait for the optimizer, as do TensorBoard's; on the last rank alone, too."""
-
-    def add_histogram(self, rank: int, name: str, value: Tensor | None) -> None:
-        if self.global_rank == rank and value is not None:
-            time.sleep(0.001)  # the others go ahead
-            self.extra[f"{self.trainer.global_step} {len(self.losses)} {name}"] = torch.from_numpy(
-                value.detach().cpu().numpy().copy()
-            )
-
-    def look(self, where: str) -> None:
-        for rank in (0, self.trainer.world_size - 1):
-            for name, p in [*self.net.named_parameters()][::5]:
-                self.add_histogram(rank, f"{where} {name}", p)
-                self.add_histogram(rank, f"{where} {name}.grad", p.grad)
-
-    def on_after_backward(self) -> None:
-        self.look("backward")
-        for p in self.net.head.parameters():  # on all ranks
-            if p.grad is not None:
-                p.grad.nan_to_num_().mul_(0.5)
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        self.look("step")
-
-
 HELD: dict[str, Kind] = {
     "attributes_on_parameters": Kind(module=_of(Marked)),
     "optimizer_made_in_init": Kind(module=_of(MadeEarly)),
     "parameters_held": Kind(module=_of(HeldWeights)),
     "view_held": Kind(module=_of(HeldView), refused="'flat' holds a view of parameter 'net.head.weight'"),
     "types_of_layers": Kind(module=_of(ByType), reference=UNUSED),
-    "deepcopy_in_hooks": Kind(module=_of(Copies), dataset=longer),
+    "deepcopy_in_hooks": Kind(module=_of(Copies), dataset=longer, validates=True),
     "saved_in_hooks": Kind(module=_of(Saves)),
     "views_used_after_their_block": Kind(module=_of(ViewsAfterTheirBlock), validates=True),
     "grad_of_parameters": Kind(module=_of(AutogradGrad), reference=UNUSED),
-    "maml": Kind(module=_of(Maml), reference=UNUSED),
-    "transforms_through_units": Kind(
-        module=_of(Transforms), reference=UNUSED, deepspeed_refuses={3: TRANSFORMS}, **TOO_OLD
-    ),
     "sparse_embedding": Kind(module=_of(Sparse), dataset=TokenDataset, refused=SPARSE),
     "states_loaded_at_the_start_and_in_mid_run": Kind(module=_of(LoadedStates), dataset=longer, reason=ADAM),
     "states_written": Kind(module=_of(StatesWritten), dataset=longer),
@@ -575,7 +540,6 @@ HELD: dict[str, Kind] = {
     "backward_reads_gradients": Kind(
         module=_of(ReadsInBackward), refused="move the code after loss.backward", deepspeed_refuses=OVERRIDES_BACKWARD
     ),
-    "backward_overridden": Kind(module=_of(OwnBackward), deepspeed_refuses=OVERRIDES_BACKWARD),
     "samples_in_inference_mode": Kind(module=_of(SamplesInInferenceMode), validates=True),
     "partial_forward": Kind(module=_of(PartialForward), dataset=longer, validates=True),
     "averaged_by_swa": Kind(
@@ -587,11 +551,10 @@ HELD: dict[str, Kind] = {
     "learning_rate_found": Kind(
         module=_of(FindsRate), callbacks=lambda: [LearningRateFinder(num_training_steps=6)], max_epochs=2
     ),
-    "histograms_on_one_rank": Kind(module=_of(Histograms), trainer={"gradient_clip_val": 0.05}),
     "read_on_one_rank": Kind(
         module=_of(ReadAlone),
         validates=True,
-        trainer={"enable_checkpointing": True},
+        trainer={"enable_checkpointing": True, "gradient_clip_val": 0.05},
         callbacks=lambda: [ModelCheckpoint(tempfile.mkdtemp(), every_n_train_steps=3)],
     ),
 }

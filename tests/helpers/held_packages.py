@@ -9,25 +9,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from tests.helpers import models, zoo
-from tests.helpers.zoo import KINDS, UNUSED, WIDTH, Kind, TokenDataset, Zoo, _of
+from tests.helpers.zoo import KINDS, WIDTH, Kind, TokenDataset, Zoo, _of
 
 PACKAGED: dict[str, tuple[str, ...]] = {
     # kind -> distributions
     "save_pretrained": ("transformers", "safetensors"),
     "save_pretrained_adapter": ("peft", "transformers", "safetensors"),
-    "safetensors_in_hooks": ("safetensors",),
-    "odeint_adjoint": ("torchdiffeq",),
 }
-
-LEFT_OUT = {
-    ("odeint_adjoint", "deepspeed", 3): "parameters of the field are not gathered for the adjoint's own backward",
-}
-"""(kind, engine, stage) -> why it is not as under DDP; docs/deepspeed.md says so."""
 
 
 def missing(kind: str) -> str | None:
@@ -66,48 +58,9 @@ class SavesPretrained(Zoo):
                     self.extra |= {f"{len(self.losses)}/{name}": value for name, value in load_file(file).items()}
 
 
-class SavesTensors(Zoo):
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        from safetensors.torch import load_file, save_file
-
-        with tempfile.TemporaryDirectory() as folder:
-            save_file(self.net.state_dict(), f"{folder}/net.safetensors")
-            save_file(self.net.blocks[0].state_dict(), f"{folder}/block.safetensors")
-            for name in ("net", "block"):
-                found = load_file(f"{folder}/{name}.safetensors")
-                self.extra |= {f"{len(self.losses)}/{name}/{key}": value for key, value in found.items()}
-
-
-class NeuralOde(Zoo):
-    """The adjoint's backward calls the module again, and differentiates with respect to its parameters."""
-
-    def build(self) -> None:
-        super().build()
-        self.field = _Field()
-
-    def forward(self, x: Tensor) -> Tensor:
-        from torchdiffeq import odeint_adjoint
-
-        times = torch.tensor([0.0, 0.3])
-        return self.net(odeint_adjoint(self.field, x, times, method="rk4", options={"step_size": 0.1})[-1])
-
-
-class _Field(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def forward(self, t: Tensor, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
 PACKAGE_KINDS = {
     "save_pretrained": Kind(module=_of(SavesPretrained, adapter=False), dataset=TokenDataset),
     "save_pretrained_adapter": Kind(module=_of(SavesPretrained, adapter=True), dataset=TokenDataset),
-    "safetensors_in_hooks": Kind(module=_of(SavesTensors)),
-    "odeint_adjoint": Kind(module=_of(NeuralOde), reference=UNUSED),
 }
 
 

@@ -50,8 +50,6 @@ class Row:
     """Draws one micro-batch: positional arguments as a tuple, keywords as a dict."""
     optimizer: Callable[[nn.Module], Any]
     tolerance: float = TOLERANCE
-    by_hand: bool = False
-    """Manual optimization."""
     mean_loss: bool = False
     """``ddp`` has the mean of all ranks' losses for values, with its own gradients: what stages give to optimizers."""
     reason: str = ""
@@ -123,23 +121,8 @@ def _get(path: str) -> Any:
 
 
 def of(path: str, *args: Any, **kwargs: Any) -> Make:
-    """Calls ``package.module:name`` when the model is built; makers among the arguments are called, too."""
-
-    def build(value: Any) -> Any:
-        if isinstance(value, functools.partial) and value.func is _called:
-            return value()
-        return {k: build(v) for k, v in value.items()} if type(value) is dict else value
-
-    return lambda: _get(path)(*map(build, args), **{k: build(v) for k, v in kwargs.items()})
-
-
-def call(path: str, *args: Any, **kwargs: Any) -> Any:
-    """An argument of :func:`of` that is made when the model is."""
-    return functools.partial(_called, path, args, kwargs)
-
-
-def _called(path: str, args: Any, kwargs: Any) -> Any:
-    return of(path, *args, **kwargs)()
+    """Calls ``package.module:name`` when the model is built."""
+    return lambda: _get(path)(*args, **kwargs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -151,10 +134,6 @@ VOCABULARY = 64
 
 def images(size: int = 32, channels: int = 3, batch: int = 2) -> Callable[[], Batch]:
     return lambda: (torch.randn(batch, channels, size, size),)
-
-
-def vectors(width: int = 16) -> Callable[[], Batch]:
-    return lambda: (torch.randn(4, width),)
 
 
 def tokens(length: int = 8, vocabulary: int = VOCABULARY) -> Batch:
@@ -235,11 +214,10 @@ rows(
     seq2seq,
 )
 rows("transformers", "vit deit beit dinov2 vit_msn", lambda k: huggingface("AutoModel", k), pixels())
-_WIDTHS = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
-rows(
+row(
     "transformers",
-    "resnet regnet",
-    lambda k: huggingface("AutoModel", k, **_WIDTHS, **({"groups_width": 8} if k == "regnet" else {})),
+    "resnet",
+    huggingface("AutoModel", "resnet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]),
     pixels(),
 )
 row(
@@ -255,12 +233,22 @@ row(
     labelled,
 )
 row("transformers", "codegen", huggingface("AutoModelForCausalLM", "codegen", n_head=4), labelled)
-for _name, _settings in {
-    "wav2vec2": {"conv_dim": [8, 8], "conv_kernel": [10, 8], "conv_stride": [5, 4], "num_conv_pos_embeddings": 4},
-    "hubert": {"conv_dim": [8, 8], "conv_kernel": [10, 8], "conv_stride": [5, 4], "num_conv_pos_embeddings": 4},
-}.items():
-    _settings |= {"num_conv_pos_embedding_groups": 2, "num_feat_extract_layers": 2, "mask_time_prob": 0.0}
-    row("transformers", _name, huggingface("AutoModel", _name, **_settings), lambda: (torch.randn(2, 800),))
+row(
+    "transformers",
+    "wav2vec2",
+    huggingface(
+        "AutoModel",
+        "wav2vec2",
+        conv_dim=[8, 8],
+        conv_kernel=[10, 8],
+        conv_stride=[5, 4],
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        num_feat_extract_layers=2,
+        mask_time_prob=0.0,
+    ),
+    lambda: (torch.randn(2, 800),),
+)
 row("transformers", "whisper", huggingface("AutoModel", "whisper", num_mel_bins=8, max_source_positions=16),
     lambda: {"input_features": torch.randn(2, 8, 32), "decoder_input_ids": tokens(4)["input_ids"]},
     tolerance=5e-5,
@@ -331,36 +319,6 @@ rows(
     images(64),
 )
 row(
-    "vit-pytorch",
-    "ViT",
-    of("vit_pytorch:ViT", image_size=32, patch_size=8, num_classes=8, dim=16, depth=2, heads=2, mlp_dim=32),
-    images(32),
-)
-rows(
-    "monai",
-    "BasicUNet",
-    lambda n: of(
-        f"monai.networks.nets:{n}", spatial_dims=2, in_channels=1, out_channels=2, features=(4, 4, 8, 8, 8, 4)
-    ),
-    images(32, 1),
-)
-row(
-    "monai",
-    "UNETR",
-    of(
-        "monai.networks.nets:UNETR",
-        1,
-        2,
-        (16, 16),
-        feature_size=4,
-        hidden_size=16,
-        mlp_dim=32,
-        num_heads=2,
-        spatial_dims=2,
-    ),
-    images(16, 1),
-)
-row(
     "open_clip_torch",
     "CLIP",
     of(
@@ -373,7 +331,7 @@ row(
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Diffusion, self-supervision, graphs, metrics
+# Diffusion, graphs
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -401,12 +359,6 @@ row(
 )
 row(
     "diffusers",
-    "VQModel",
-    of("diffusers:VQModel", block_out_channels=(8,), norm_num_groups=4, latent_channels=4, num_vq_embeddings=16),
-    images(16),
-)
-row(
-    "diffusers",
     "SD3Transformer2DModel",
     of(
         "diffusers:SD3Transformer2DModel",
@@ -431,75 +383,11 @@ row(
 )
 
 
-class SelfSupervised(nn.Module):
-    """A backbone, heads and a loss of lightly: ``heads`` follow each other, the loss compares two views."""
-
-    def __init__(self, loss: Any, *heads: Any, stops: bool = False) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16))
-        self.heads, self.criterion, self.stops = nn.ModuleList(heads), loss, stops
-
-    def forward(self, x: Tensor) -> Tensor:
-        views = [self.backbone(x), self.backbone(x + 0.1 * torch.flip(x, (0,)))]
-        first, last = [self.heads[0](v) for v in views], None
-        if len(self.heads) > 1:
-            last = [self.heads[1](v) for v in first]
-        if self.stops and last is not None:
-            return self.criterion(last[0], first[1].detach()) + self.criterion(last[1], first[0].detach())
-        return self.criterion(*(last or first))
-
-
-def lightly(loss: str, *heads: Any, **more: Any) -> Make:
-    return of("tests.helpers.models:SelfSupervised", call(f"lightly.loss:{loss}"), *heads, **more)
-
-
-def _head(name: str, *sizes: int) -> Any:
-    return call(f"lightly.models.modules.heads:{name}", *sizes)
-
-
-row("lightly", "SimCLR", lightly("NTXentLoss", _head("SimCLRProjectionHead", 16, 16, 8)), vectors())
-row(
-    "lightly",
-    "BYOL",
-    lightly(
-        "NegativeCosineSimilarity",
-        _head("BYOLProjectionHead", 16, 16, 8),
-        _head("BYOLPredictionHead", 8, 16, 8),
-        stops=True,
-    ),
-    vectors(),
-)
-
 rows(
     "torch-geometric",
-    "GCN GraphSAGE GIN GAT EdgeCNN PNA",
-    lambda n: of(
-        f"torch_geometric.nn.models:{n}",
-        16,
-        8,
-        3,
-        **({"aggregators": ["mean", "max"], "scalers": ["identity"], "deg": torch.ones(4)} if n == "PNA" else {}),
-    ),
+    "GCN GraphSAGE GIN GAT EdgeCNN",
+    lambda n: of(f"torch_geometric.nn.models:{n}", 16, 8, 3),
     graph,
-)
-
-
-class Measured(nn.Module):
-    """An embedding under a loss of pytorch-metric-learning."""
-
-    def __init__(self, criterion: nn.Module) -> None:
-        super().__init__()
-        self.net, self.criterion = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)), criterion
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.criterion(self.net(x), torch.arange(len(x)) % 2)
-
-
-rows(
-    "pytorch-metric-learning",
-    "ArcFaceLoss CosFaceLoss ProxyAnchorLoss ProxyNCALoss NormalizedSoftmaxLoss",
-    lambda n: of("tests.helpers.models:Measured", call(f"pytorch_metric_learning.losses:{n}", 2, 8)),
-    vectors(),
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -525,7 +413,7 @@ class Network(nn.Module):
 
 def network(package: str, name: str, path: str, *, grouped: dict[str, Any] | None = None, **settings: Any) -> None:
     """The row of the optimizer at ``path``; ``grouped`` are settings of the group that holds the matrices."""
-    more = {key: settings.pop(key) for key in ("tolerance", "by_hand", "reason") if key in settings}
+    more = {key: settings.pop(key) for key in ("tolerance", "reason") if key in settings}
 
     def optimizer(model: nn.Module) -> Any:
         params = list(model.parameters())
@@ -537,10 +425,13 @@ def network(package: str, name: str, path: str, *, grouped: dict[str, Any] | Non
     row(package, name, Network, images(4, 1), optimizer, **more)
 
 
-def around(package: str, name: str, path: str, inner: Callable[[Any], Any] | None = None, **settings: Any) -> None:
+def around(package: str, name: str, path: str, **settings: Any) -> None:
     """The row of an optimizer around an AdamW."""
-    make = inner or (lambda params: AdamW(params, lr=1e-2, eps=1e-4))
-    row(package, name, Network, images(4, 1), lambda model: _training(_get(path)(make(model.parameters()), **settings)))
+
+    def optimizer(model: nn.Module) -> Any:
+        return _training(_get(path)(AdamW(model.parameters(), lr=1e-2, eps=1e-4), **settings))
+
+    row(package, name, Network, images(4, 1), optimizer)
 
 
 def _training(optimizer: Any) -> Any:
@@ -582,11 +473,6 @@ for _name in "adago adamuon adammini muon normuon".split():
     )
 network("pytorch_optimizer", "ranger21", "pytorch_optimizer:Ranger21", num_iterations=6)
 for _name in (
-    "A2GradExp A2GradInc A2GradUni AccSGD AdaBelief AdaBound AdaMod AdamP AggMo Apollo DiffGrad LARS Lamb"
-    " MADGRAD NovoGrad PID QHAdam QHM RAdam RangerQH SGDP SGDW SWATS Shampoo Yogi"
-).split():
-    network("torch-optimizer", _name, f"torch_optimizer:{_name}", lr=1e-3)
-for _name in (
     "adabelief adafactor adafactorbv adamp adamuon adan adopt cadamw clion lamb lambc laprop larc lars"
     " lion lookahead_adamw madgrad mars muon nadamw novograd radam rmsproptf sgdp sgdw"
 ).split():
@@ -599,23 +485,9 @@ for _name in (
     )
 around("timm", "Lookahead", "timm.optim:Lookahead", k=2)
 around("pytorch_optimizer", "ScheduleFreeWrapper", "pytorch_optimizer:ScheduleFreeWrapper")
-for _name in ("SAM", "GSAM", "WSAM", "LookSAM"):
-    if _name in ("SAM", "LookSAM"):
-        network(
-            "pytorch_optimizer", f"{_name} with a closure", f"pytorch_optimizer:{_name}", base_optimizer=SGD, lr=1e-2
-        )
-for _name in (
-    "Adam8bit",
-    "AdamW8bit",
-    "Lion8bit",
-    "SGD8bit",
-    "RMSprop8bit",
-    "AdEMAMix8bit",
-    "AdamW",
-    "Lion",
-    "LAMB",
-    "LARS",
-):
+for _name in ("SAM", "LookSAM"):
+    network("pytorch_optimizer", f"{_name} with a closure", f"pytorch_optimizer:{_name}", base_optimizer=SGD, lr=1e-2)
+for _name in "Adam8bit AdamW8bit Lion8bit SGD8bit RMSprop8bit AdEMAMix8bit AdamW Lion LAMB LARS".split():
     _momentum = {"momentum": 0.9} if _name in ("SGD8bit", "LARS") else {}
     network("bitsandbytes", _name, f"bitsandbytes.optim:{_name}", lr=1e-3, **_momentum)
 network("bitsandbytes", "AdamW8bit, all tensors", "bitsandbytes.optim:AdamW8bit", lr=1e-3, min_8bit_size=1)
@@ -686,7 +558,6 @@ class Trained(zoo.Zoo):
     def __init__(self, row: Row) -> None:
         self.row = row
         super().__init__()
-        self.automatic_optimization = not row.by_hand
         self.mean_loss = False
 
     def build(self) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers import zoo
 from tests.helpers.held import OnSphere
-from tests.helpers.zoo import ADAM, BATCH, SUM_ORDER, Kind, Manual, RandomDataset, Zoo, make_trainer
+from tests.helpers.zoo import ADAM, BATCH, Kind, Manual, RandomDataset, Zoo, make_trainer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Not element-wise, though a trial of a few steps on small tensors with default settings would say so
@@ -85,17 +85,6 @@ class ScaledByMark(_Plain):
         marked: Any = p
         marked.updates = getattr(p, "updates", 0) + 1
         return super().update(p, grad, group, state) * getattr(p, "speed", 1.0) / marked.updates
-
-
-class OnManifolds(ScaledByMark):
-    """As geoopt's, too: brings parameters of a class of their own back onto their manifold."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = super().step(closure)
-        for p in (p for group in self.param_groups for p in group["params"] if isinstance(p, OnSphere)):
-            p.mul_(p.radius / p.norm())
-        return loss
 
 
 class Preconditioned(_Plain):
@@ -176,21 +165,6 @@ class SAM(Optimizer):
         for p in held:
             p.data = self.state[p]["old"]
         self.base_optimizer.step()
-        return loss
-
-
-class ByLoss(Optimizer):
-    """As AliG: the loss over the squared norm of all gradients is how far it goes (arXiv:1906.05661)."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        assert closure is not None
-        with torch.enable_grad():
-            loss = closure()
-        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        squares = torch.stack([p.grad.square().sum() for p in held]).sum().item()
-        for p in held:
-            p.add_(p.grad, alpha=-0.2 * float(loss) / (squares + 1e-6))
         return loss
 
 
@@ -304,14 +278,6 @@ def _with(make: Callable[[Any], Optimizer]) -> Callable[[], Any]:
 
 
 KINDS: dict[str, Kind] = {
-    # not element-wise by settings in groups, later steps, blocks
-    "optimizer_8_bit_blocks": Kind(
-        module=_with(lambda p: Blocks8Bit(p, lr=0.01)),
-        tolerance=1e-2,
-        reason=f"{SUM_ORDER}; 8 bits: a last-bit difference becomes 2^-8 of it",
-    ),
-    "optimizer_nested_states": Kind(module=_with(Preconditioned)),
-    "optimizer_reads_class_and_attributes": Kind(module=lambda: Marked(make=lambda m: OnManifolds(m.parameters()))),
     "declared_optimizer_reads_attributes": Kind(
         module=lambda: Marked(make=lambda m: ScaledByMark(m.parameters())),
         settings={"elementwise_optimizers": ["ScaledByMark"]},
@@ -356,57 +322,11 @@ def fit_and_save(strategy: Any, path: str, num_steps: int, resume: str | None = 
     return weights
 
 
-class _ByMeanLoss(ConfiguredByHand):
-    """``options``: whether losses have their ranks' mean as value, and whether the optimizer is given numbers."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(make=lambda module: ByLoss(module.parameters(), {}), **options)
-        self.returned: list[bool] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        found: list[Any] = []
-
-        def closure() -> Any:
-            self.optimizers().zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            value = loss.detach().clone()
-            if self.options["shared"]:
-                torch.distributed.all_reduce(value)
-                value /= self.trainer.world_size
-            found.append(value.item() if self.options["numbers"] else value)
-            return found[0]
-
-        self.returned.append(self.optimizers().step(closure=closure) is found[0])
-
-
-def step_by_loss(strategy: Any, shared: bool, numbers: bool) -> tuple[dict[str, Tensor], bool]:
-    """Weights after some steps by the loss, and whether each step returned the loss of this rank's closure."""
-    torch.manual_seed(3)
-    module = _ByMeanLoss(shared=shared, numbers=numbers)
-    trainer = make_trainer(strategy, max_epochs=1, limit_val_batches=0)
-    trainer.fit(module, DataLoader(RandomDataset(), batch_size=BATCH))
-    return {key: value.detach().clone() for key, value in module.state_dict().items()}, all(module.returned)
-
-
 class _OneBatch(RandomDataset):
     """The same items for everyone."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return super().__getitem__(0)
-
-
-def evaluate_and_save(strategy: Any, path: str) -> bool:
-    """Saves after a fit that ended in ``eval`` of a schedule-free optimizer; whether its states are plain tensors."""
-    torch.manual_seed(3)
-    module = Configured(make=lambda m: ScheduleFree(m.parameters()))
-    trainer = make_trainer(strategy, max_epochs=1, limit_val_batches=0)
-    trainer.fit(module, DataLoader(RandomDataset(), batch_size=BATCH))
-    optimizer = trainer.optimizers[0]
-    optimizer.eval()
-    trainer.save_checkpoint(path)
-    held = optimizer.param_groups[0]["params"]
-    return all(type(optimizer.state[p]["z"]) is Tensor and optimizer.state[p]["z"].shape == p.shape for p in held)
 
 
 def two_then_one(strategy: Any, path: str) -> None:

@@ -3,7 +3,6 @@ them, made late. Patterns of meta-learning, modulated layers and continual learn
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -11,26 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, remove_weight_norm, weight_norm
 from torch.optim import SGD
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.helpers.zoo import KINDS, WIDTH, Block, Kind, Net, Zoo, _of, longer
-
-
-class GivenToLayers(Zoo):
-    """Learned queries: parameters of the module itself are what layers are called with, some without weights."""
-
-    def build(self) -> None:
-        super().build()
-        self.queries = nn.Parameter(torch.randn(1, 2, WIDTH))
-        self.scale = nn.Parameter(torch.randn(1, WIDTH))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.gate = nn.Softmax(-1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        queries = self.norm(self.queries).expand(len(x), -1, -1)
-        attended, _ = self.attention(queries, x[:, None], x[:, None])
-        return self.net(attended.sum(1) * self.gate(input=self.scale))
+from tests.helpers.zoo import KINDS, UNUSED, WIDTH, Block, Kind, Net, Zoo, _of, longer
 
 
 class Times(torch.autograd.Function):
@@ -47,43 +28,27 @@ class Times(torch.autograd.Function):
         return grad * weight, (grad * x).sum(0)
 
 
-class GivenToFunctions(Zoo):
-    """Functions take parameters, of the module itself and of blocks, before their forward and after it: an
-    ``autograd.Function`` and torch's own."""
+class Given(Zoo):
+    """Layers, some without weights, are called with parameters of the module itself (learned queries). Functions take
+    parameters, too, of the module and of blocks, before their forward and after it: an ``autograd.Function`` and
+    torch's own."""
 
     def build(self) -> None:
         super().build()
+        self.queries = nn.Parameter(torch.randn(1, 2, WIDTH))
         self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.gate = nn.Softmax(-1)
 
     def forward(self, x: Tensor) -> Tensor:
         first, last = self.net.blocks[0], self.net.blocks[-1]
+        queries = self.norm(self.queries).expand(len(x), -1, -1)
+        x = self.attention(queries, x[:, None], x[:, None])[0].sum(1) * self.gate(input=self.scale)
         x = F.linear(x, last.down.weight.mean(1, keepdim=True).expand(-1, WIDTH) / 4)
         y = self.net(Times.apply(x, self.scale))
         y = F.linear(F.linear(y, first.up.weight, first.up.bias), first.down.weight)
         return Times.apply(y, self.net.blocks[1].norm.weight)
-
-
-class ValidatedByCopies(Zoo):
-    """Validated through an average, and through a copy that is trained on each batch."""
-
-    def on_fit_start(self) -> None:
-        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.average.update_parameters(self.net)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        with torch.inference_mode(False), torch.enable_grad():
-            adapted = copy.deepcopy(self.net)
-            optimizer = SGD(adapted.parameters(), lr=0.1)
-            F.mse_loss(adapted(x.clone()), y.clone()).backward()
-            optimizer.step()
-        self.log("average", F.mse_loss(self.average(x), y), sync_dist=True)
-        self.log("adapted", F.mse_loss(adapted(x), y), sync_dist=True)
-
-    def on_fit_end(self) -> None:
-        del self.average
 
 
 class BackwardInHooks(Zoo):
@@ -98,16 +63,6 @@ class BackwardInHooks(Zoo):
         self.zero_grad()
 
 
-class LazyLayers(Zoo):
-    """Lazy layers of ``__init__`` get their shapes in ``configure_model``."""
-
-    def build(self) -> None:
-        self.net = nn.Sequential(nn.LazyLinear(2 * WIDTH), nn.ReLU(), nn.LazyLinear(WIDTH))  # type: ignore[assignment]
-
-    def configure_model(self) -> None:
-        self.net(torch.zeros(1, WIDTH))
-
-
 class NewOptimizer(Zoo):
     """Another optimizer from the second epoch on."""
 
@@ -116,34 +71,41 @@ class NewOptimizer(Zoo):
             self.trainer.optimizers = [SGD(self.parameters(), lr=0.01)]
 
 
-class ChangedAtTheEnd(Zoo):
-    """What training needed is taken off in ``on_train_end``: the module stays as it was left there."""
+class Parametrized(Zoo):
+    """Weight norm and spectral norm: the weight is computed from other parameters and buffers at each use. Some are
+    taken off in ``on_train_end``: the module stays as it was left there."""
 
     def build(self) -> None:
         super().build()
         weight_norm(self.net.stem)
-        parametrizations.weight_norm(self.net.blocks[0].up)
+        for block in self.net.blocks:
+            parametrizations.weight_norm(block.up)
+            parametrizations.spectral_norm(block.down)
 
     def on_train_end(self) -> None:
         remove_weight_norm(self.net.stem)
         parametrize.remove_parametrizations(self.net.blocks[0].up, "weight")
-        self.net.blocks[1].down.weight = nn.Parameter(self.net.blocks[1].down.weight.detach() * 2)
+        norm = self.net.blocks[1].norm
+        norm.weight = nn.Parameter(norm.weight.detach() * 2)
         self.net.blocks[2].up.bias = None  # type: ignore[assignment]
         self.net.head = nn.Identity()  # type: ignore[assignment]
 
 
 class FastWeights(Zoo):
-    """Some weights of each block are replaced by what is computed of themselves (MAML's inner loop, weight noise): by
-    ``functional_call``, or among the layer's own parameters for a while, as package higher does it."""
+    """MAML's inner step on some weights of each block, then the loss of ``functional_call`` with the stepped ones.
+    Other weights are replaced among the layer's own parameters for a while, as package higher does it."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        some = {name: 1.1 * p for name, p in self.net.named_parameters() if ".up." in name}
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        names, values = zip(*((n, p) for n, p in self.net.named_parameters() if ".up." in n), strict=True)
+        grads = torch.autograd.grad(F.mse_loss(self.net(x[:2]), y[:2]), values, create_graph=True)
+        stepped = {n: p - 0.1 * g for n, p, g in zip(names, values, grads, strict=True)}
         layers = [block.down for block in self.net.blocks]  # type: ignore[union-attr]
         before = [layer._parameters["weight"] for layer in layers]
         for layer, weight in zip(layers, before, strict=True):
             layer._parameters["weight"] = 1.1 * weight
         try:
-            return torch.func.functional_call(self.net, some, (x,))
+            return F.mse_loss(torch.func.functional_call(self.net, stepped, (x,)), y)
         finally:
             for layer, weight in zip(layers, before, strict=True):
                 layer._parameters["weight"] = weight
@@ -196,17 +158,6 @@ class Cached(Zoo):
             return loss + 0.1 * sum(block.down.weight.square().mean() for block in blocks)
 
 
-class ShallowCopy(Zoo):
-    """Another object with a block's layers, made before the run and called beside the block."""
-
-    def build(self) -> None:
-        super().build()
-        self.others = [copy.copy(self.net.blocks[1])]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x) + self.others[0](self.net.stem(x)).mean()
-
-
 class FeaturesOfHook(Zoo):
     """A trained encoder runs in ``on_after_batch_transfer``; the step's batch has its graph."""
 
@@ -222,17 +173,15 @@ class FeaturesOfHook(Zoo):
 OUTSIDE = "loss.backward.. outside of training_step"
 KINDS.update(
     {
-        "parameters_given_to_layers": Kind(module=_of(GivenToLayers)),
-        "parameters_given_to_functions": Kind(module=_of(GivenToFunctions)),
-        "validated_by_copies": Kind(module=_of(ValidatedByCopies), validates=True),
+        "parameters_given_to_layers_and_functions": Kind(module=_of(Given)),
         "backward_in_hooks": Kind(module=_of(BackwardInHooks), deepspeed_refuses={2: OUTSIDE, 3: OUTSIDE}),
-        "lazy_layers": Kind(module=_of(LazyLayers)),
         "optimizer_made_in_mid_run": Kind(module=_of(NewOptimizer)),
-        "changed_at_the_end": Kind(module=_of(ChangedAtTheEnd)),
-        "fast_weights_of_some": Kind(module=_of(FastWeights), trainer={"accumulate_grad_batches": 2}, dataset=longer),
+        "parametrized_and_changed_at_the_end": Kind(module=_of(Parametrized)),
+        "maml_and_fast_weights": Kind(
+            module=_of(FastWeights), trainer={"accumulate_grad_batches": 2}, dataset=longer, reference=UNUSED
+        ),
         "modulated_by_weights": Kind(module=_of(Modulated)),
         "cached_parametrizations": Kind(module=_of(Cached)),
-        "shallow_copy_of_a_block": Kind(module=_of(ShallowCopy)),
         "features_of_a_batch_hook": Kind(module=_of(FeaturesOfHook)),
     }
 )

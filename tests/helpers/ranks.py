@@ -4,7 +4,8 @@ Glossary:
     job       one call ``fn(*args)`` made on every rank at once; ``fn`` is importable by name, ``args`` are picklable.
     worker    a process that stays alive between jobs.
     pool      the workers; job after job it uses the first ``world_size`` of them, so one pool serves every world size.
-    template  the process that workers are forked from: it has imported what takes seconds, and has run nothing.
+    template  the process that workers are forked from (Python's forkserver): it has imported what takes seconds, which
+              :mod:`tests.helpers.preloaded` lists, and has run nothing.
 
 A job begins in a clean process: environment as torchrun sets it with a fresh ``MASTER_PORT``, no process group, fixed
 seeds. What it returns comes back as one list, by rank. If a rank raises or dies, the others (which probably hang in a
@@ -14,16 +15,12 @@ collective) are killed and :class:`RankError` shows the first rank's traceback; 
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
+import multiprocessing
 import os
 import pickle
 import queue
 import random
 import signal
-import socket
-import struct
-import subprocess
 import sys
 import tempfile
 import threading
@@ -31,7 +28,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -43,6 +39,8 @@ GRACE_SECONDS = 0.3
 """After the first failure: how long other ranks may still report theirs, and stacks may still be written."""
 LOG_TAIL_CHARACTERS = 6000
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+PRELOADED = ["tests.helpers.preloaded"]
+"""What the template has imported. A process has one template, for all that fork from it."""
 
 
 @dataclass(frozen=True)
@@ -173,15 +171,17 @@ def _agent_store(used: set[int]) -> Any:
 
 class _Worker:
     def __init__(self) -> None:
-        # One connection each way. The child's ends are inherited by number; the parent's copies of them are closed,
-        # so that either side sees the other's end as end-of-file.
+        # One connection each way. The parent's copies of the child's ends are closed, so that either side sees the
+        # other's end as end-of-file.
         jobs_read, self._jobs = Pipe(duplex=False)
         self.results, results_write = Pipe(duplex=False)
-        self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115
-        path = [str(ROOT), *(entry for entry in sys.path if entry != str(ROOT))]
+        self._log = tempfile.NamedTemporaryFile("w+b")  # noqa: SIM115
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         env = {**_outer_env(), **THREADS}
-        fds = (jobs_read.fileno(), results_write.fileno(), self._log.fileno())
-        self.process = _template().fork((path, env), fds)
+        # A daemon, so that this process's exit ends it in any case
+        self.process = context.Process(target=_serve, args=(jobs_read, results_write, self._log.name, env), daemon=True)
+        self.process.start()
         jobs_read.close()
         results_write.close()
         self._ready = False
@@ -189,7 +189,12 @@ class _Worker:
 
     @property
     def alive(self) -> bool:
-        return not self._log.closed and self.process.poll() is None
+        return not self._log.closed and self.process.is_alive()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
 
     def wait_until_ready(self) -> None:
         if self._ready:
@@ -219,95 +224,19 @@ class _Worker:
     def stacks(self) -> str:
         """The stack of every thread, also of one that hangs in C++ code."""
         before = os.fstat(self._log.fileno()).st_size
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGUSR1)
+        if self.process.is_alive():
+            os.kill(self.pid, signal.SIGUSR1)
             time.sleep(GRACE_SECONDS)
         return os.pread(self._log.fileno(), 1 << 20, before).decode(errors="replace")
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.kill()  # should it have no group of its own yet
+        self.process.join()
         self._jobs.close()
         self.results.close()
         self._log.close()
-
-
-class _Template:
-    """The process that workers are forked from. It ends with this one, and so do they."""
-
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        bootstrap = (
-            "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-            "from tests.helpers.ranks import _fork_on_request; _fork_on_request(int(sys.argv[2]))"
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", bootstrap, json.dumps([str(ROOT), *sys.path]), str(theirs.fileno())],
-            env={**_outer_env(), **THREADS},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,  # Ctrl-C is for the tests
-        )
-        theirs.close()
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def fork(self, setting: tuple[list[str], dict[str, str]], fds: tuple[int, int, int]) -> _Forked:
-        """A child with ``setting`` (path, environment); ``fds`` carry its jobs, its results and its output."""
-        with tempfile.TemporaryFile() as file:  # an environment may be larger than a message
-            pickle.dump(setting, file)
-            file.flush()
-            socket.send_fds(self._socket, [b"f"], [*fds, file.fileno()])
-            (pid,) = _NUMBER.unpack(self._socket.recv(_NUMBER.size))
-        return _Forked(pid, self)
-
-    def exit_code(self, pid: int) -> int:
-        """Of a child that has ended."""
-        self._socket.send(b"w" + _NUMBER.pack(pid))
-        (code,) = _NUMBER.unpack(self._socket.recv(_NUMBER.size))
-        return int(code)
-
-
-_NUMBER = struct.Struct("=q")
-
-
-@functools.cache
-def _template_of(pid: int) -> _Template:
-    return _Template()
-
-
-def _template() -> _Template:
-    """This process's; a forked one may not use its parent's."""
-    return _template_of(os.getpid())
-
-
-class _Forked:
-    """A child of the template, with the methods of ``subprocess.Popen`` that are used here."""
-
-    def __init__(self, pid: int, template: _Template) -> None:
-        self.pid, self._template = pid, template
-        self._code: int | None = None
-        self._pidfd = os.pidfd_open(pid)
-
-    def poll(self) -> int | None:
-        return self._ended(0.0)
-
-    def wait(self) -> int | None:
-        return self._ended(None)
-
-    def send_signal(self, number: int) -> None:
-        if self._code is None:
-            signal.pidfd_send_signal(self._pidfd, number)
-
-    def _ended(self, seconds: float | None) -> int | None:
-        if self._code is None and wait([self._pidfd], seconds):
-            self._code = self._template.exit_code(self.pid)
-            os.close(self._pidfd)
-        return self._code
 
 
 def _outer_env() -> dict[str, str]:
@@ -332,8 +261,9 @@ def _collect(workers: list[_Worker], timeout_seconds: float, name: str) -> list[
             try:
                 kind, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
-                code = workers[rank].process.wait()
-                failures.append(Failure(rank, "exit", f"exit code {code}; its output:\n{workers[rank].output()}"))
+                workers[rank].process.join()
+                code, output = workers[rank].process.exitcode, workers[rank].output()
+                failures.append(Failure(rank, "exit", f"exit code {code}; its output:\n{output}"))
                 continue
             if kind is None:
                 results[rank] = value
@@ -356,74 +286,25 @@ def _collect(workers: list[_Worker], timeout_seconds: float, name: str) -> list[
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _fork_on_request(fd: int) -> None:
-    """The template: imports, then forks a worker for each request, until the parent closes the connection."""
+def _serve(jobs: Connection, results: Connection, log: str, env: dict[str, str]) -> None:
+    """Runs jobs until the parent closes the connection; never returns."""
     import gc
 
-    import torch
-
-    import lightning_zero
-
-    lightning_zero.ZeroStrategy  # noqa: B018  (imports the strategy, Lightning and torch with it)
-    import_module("lightning_zero.engines.fsdp2.engine")
-    if torch.version.cuda is None:  # deepspeed looks for devices, after which CUDA could not be used in a fork
-        with contextlib.suppress(ImportError):
-            for name in ("deepspeed.runtime.engine", "torch._inductor.compile_fx"):  # with its first run
-                import_module(name)
-    import_module("torch._decomp.decompositions_for_jvp")  # compiles them, with the first torch.func.jvp
-    import_module("tests.helpers.zoo")
-    torch.set_num_threads(1)
-    gc.freeze()  # the collection after each job need not walk through torch
-    requests = socket.socket(fileno=fd)
-    while True:
-        message, fds, _, _ = socket.recv_fds(requests, 1 + _NUMBER.size, 4)
-        if not message:
-            return
-        if fds:
-            answer = _fork(requests, *fds)
-        else:
-            _, status = os.waitpid(_NUMBER.unpack(message[1:])[0], 0)
-            answer = os.waitstatus_to_exitcode(status)
-        requests.send(_NUMBER.pack(answer))
-
-
-def _fork(requests: socket.socket, jobs_fd: int, results_fd: int, log_fd: int, setting_fd: int) -> int:
-    """The child's pid; the child serves, and never returns."""
-    pid = os.fork()
-    if not pid:
-        try:
-            requests.close()
-            os.setsid()  # its own process group, so that killing it takes its children along
-            for output, fd in ((sys.stdout, 1), (sys.stderr, 2)):
-                os.dup2(log_fd, fd)
-                output.reconfigure(write_through=True)  # type: ignore[union-attr]
-            with open(setting_fd, "rb") as file:
-                file.seek(0)
-                sys.path[:], env = pickle.load(file)
-            os.environ.clear()
-            os.environ.update(env)
-            _serve(jobs_fd, results_fd)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    for fd in (jobs_fd, results_fd, log_fd, setting_fd):
-        os.close(fd)
-    return pid
-
-
-def _serve(jobs_fd: int, results_fd: int) -> None:
-    """Runs jobs until the parent closes the connection."""
-    import gc
-
+    os.setsid()  # its own process group, so that killing it takes its children along
+    multiprocessing.current_process().daemon = False  # a daemon may have none
+    multiprocessing.set_start_method(None, force=True)  # of data loaders' workers: Python's default again
+    with open(log, "ab") as file:
+        for output, fd in ((sys.stdout, 1), (sys.stderr, 2)):
+            os.dup2(file.fileno(), fd)
+            output.reconfigure(write_through=True)  # type: ignore[union-attr]
+    os.environ.clear()
+    os.environ.update(env)
     _show_crashes()
-    outer_env = dict(os.environ)
-    results = Connection(results_fd, readable=False)
     results.send_bytes(b"ready")
     imported = len(sys.modules)
-    for job in _jobs(Connection(jobs_fd, writable=False)):
+    for job in _jobs(jobs):
         if job is None:
-            _reset(outer_env)
+            _reset(env)
             while gc.collect():
                 pass  # a round frees what only tensors and nodes of autograd held, which hide it from the collector
             if len(sys.modules) > imported:
@@ -431,8 +312,8 @@ def _serve(jobs_fd: int, results_fd: int) -> None:
                 imported = len(sys.modules)
             results.send_bytes(b"ready")
             continue
-        env, call = job
-        _reset({**outer_env, **env})
+        of_job, call = job
+        _reset({**env, **of_job})
         try:
             fn, args = pickle.loads(call)
             answer = pickle.dumps((None, fn(*args)))

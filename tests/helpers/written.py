@@ -6,7 +6,6 @@ Registered in :data:`tests.helpers.zoo.KINDS`; patterns are those of public pack
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -19,35 +18,6 @@ from torch.nn import functional as F
 
 from tests.helpers.held import OVERRIDES_BACKWARD, TOO_OLD, TRANSFORMS
 from tests.helpers.zoo import KINDS, UNUSED, Kind, Zoo, _of, full, longer
-
-
-class AverageByStateDict(Zoo):
-    """An average that moves by writes to ``state_dict()``'s values (timm's ``ModelEmaV2`` and YOLOv5's ``ModelEMA``, as
-    part of the module), in a hook and inside a step, before a forward of the average and after one."""
-
-    def build(self) -> None:
-        super().build()
-        self.average = copy.deepcopy(self.net).requires_grad_(False)
-
-    @torch.no_grad()
-    def update(self) -> None:
-        for average, value in zip(self.average.state_dict().values(), self.net.state_dict().values(), strict=True):
-            average.copy_(0.9 * average + 0.1 * value)  # timm
-        for average in self.average.state_dict().values():
-            average *= 0.99  # YOLOv5
-            average += 0.001 * average.sum().detach()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        self.update()
-        with torch.no_grad():
-            target = self.average(x)
-            self.average.state_dict()["head.bias"].add_(0.01)
-            target = target + self.average(x)
-        return self.record(F.mse_loss(self.net(x), y + target))
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.update()
 
 
 class CollectivesInStep(Zoo):
@@ -95,9 +65,7 @@ class AccumulatesAssigned(Zoo):
 class RetainedGraph(Zoo):
     """Two backwards through one graph, gradients looked at in between: PCGrad, GradNorm."""
 
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
@@ -134,35 +102,17 @@ class SeveralBackwards(Zoo):
         (0.5 * self.penalty).backward()
 
 
-class TransformsOfArguments(Zoo):
-    """``torch.func`` of detached parameters and of one weight: per-sample gradients as in torch's tutorial."""
-
-    def look(self, x: Tensor, where: str) -> None:
-        held = {name: p.detach() for name, p in self.net.named_parameters()}
-
-        def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
-            return functional_call(self.net, params, (x[None],)).square().sum()
-
-        self.extra[where] = torch.cat([g.flatten() for g in vmap(grad(loss), (None, 0))(held, x).values()])
-        w = self.net.blocks[0].up.weight
-        self.extra[f"{where} of one"] = grad(lambda w: F.linear(x, w).square().sum())(w).detach()
-        self.extra[f"{where} along"] = jvp(lambda w: F.linear(x, w), (w,), (torch.ones(w.shape),))[1].detach()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == 1:
-            self.look(batch[0], "step")
-        return self.record(self.loss(batch))
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.look(batch[0], f"after {batch_idx}")
-
-
 class TransformsAround(Zoo):
-    """``torch.func`` of functions that find parameters and modules by themselves, nested, as a loss and in a hook:
-    physics-informed networks, curvature of a loss by its inputs."""
+    """``torch.func`` through units, of detached parameters (per-sample gradients as in torch's tutorial), and of
+    functions that find parameters and modules by themselves, nested, as a loss and in a hook: physics-informed
+    networks, curvature of a loss by its inputs."""
 
     def found(self, x: Tensor) -> dict[str, Tensor]:
         net, stem, up = self.net, self.net.stem, self.net.blocks[0].up
+        held = {name: p.detach() for name, p in net.named_parameters()}
+
+        def of_held(params: dict[str, Tensor], v: Tensor) -> Tensor:
+            return functional_call(net, params, (v[None],)).square().sum()
 
         def of_units(v: Tensor) -> Tensor:
             return net(v).square().sum() * stem.weight.square().sum()
@@ -176,9 +126,14 @@ class TransformsAround(Zoo):
             "grad of grad": grad(lambda s: grad(lambda t: of_weights(t * x[0]))(s))(x[0, 0]),
             "vmap of grad": vmap(grad(of_weights))(x),
             "vjp": vjp(of_weights, x[0])[1](torch.ones(()))[0],
+            "grad of one": grad(lambda w: F.linear(x, w).square().sum())(up.weight),
+            "per sample": torch.cat([g.flatten() for g in vmap(grad(of_held), (None, 0))(held, x).values()]),
             # from here on units are gathered
             "hessian": hessian(of_units)(x[0]),
             "jacrev": jacrev(lambda v: F.linear(v, stem.weight.data) + net(v))(x[0]),
+            "vmap of units": vmap(net)(x),
+            "vmap of grad of units": vmap(grad(lambda v: net(v).sum()))(x),
+            "jvp of units": jvp(net, (x,), (torch.ones_like(x),))[1],
             "jvp of grad": jvp(grad(of_units), (x[0],), (torch.ones(x[0].shape),))[1],
         }
 
@@ -244,12 +199,19 @@ class UnseenWrites(Zoo):
 
 class NowAndThen(Zoo):
     """Every third step clips weights, in the step and in a block's hook, and another third looks at them: what a step
-    gathers, and in which order, is not what the steps before have gathered."""
+    gathers, and in which order, is not what the steps before have gathered. One block writes to its own weight in each
+    forward."""
 
     def build(self) -> None:
         super().build()
         self.offset = nn.Parameter(torch.zeros(3))
         self.net.blocks[1].register_forward_hook(self.clip_head)
+        self.net.blocks[2].register_forward_pre_hook(self.renorm)
+
+    @staticmethod
+    @torch.no_grad()
+    def renorm(block: Any, inputs: Any) -> None:
+        block.up.weight.clamp_(-0.2, 0.2)
 
     @torch.no_grad()
     def clip_head(self, block: Any, args: Any, output: Any) -> None:
@@ -292,7 +254,6 @@ class OwnBackwardInStep(Zoo):
 
 KINDS.update(
     {
-        "average_by_state_dict": Kind(module=_of(AverageByStateDict), reference=UNUSED),
         "collectives_in_a_step": Kind(module=_of(CollectivesInStep)),
         "accumulates_assigned_gradients": Kind(
             module=_of(AccumulatesAssigned),
@@ -302,9 +263,6 @@ KINDS.update(
         ),
         "retained_graph": Kind(module=_of(RetainedGraph)),
         "several_backwards": Kind(module=_of(SeveralBackwards), deepspeed_refuses=OVERRIDES_BACKWARD),
-        "transforms_of_arguments": Kind(
-            module=_of(TransformsOfArguments), deepspeed_refuses={3: TRANSFORMS}, **TOO_OLD
-        ),
         "transforms_around_parameters": Kind(
             module=_of(TransformsAround), reference=UNUSED, deepspeed_refuses={3: TRANSFORMS}, **TOO_OLD
         ),

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
+from tests.helpers.ranks import PRELOADED
+
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = sys.executable, "-m", "lightning_zero"
 SMALL = (
@@ -61,9 +63,7 @@ class Program:
                 )
         else:
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(
-                ["hydra", "lightning.pytorch", "lightning_zero.app.cli", "lightning_zero.app.hydra_config"]
-            )
+            context.set_forkserver_preload(PRELOADED)
             self._process = context.Process(target=_main, args=(command, str(cwd), env, output, fork == "first"))
             self._process.start()
         assert self._process.pid is not None

@@ -1,4 +1,4 @@
-"""Lightning's averaging callbacks average whole weights, as under DDP."""
+"""Lightning's ``WeightAveraging`` averages whole weights, as under DDP, and resumes. SWA is a kind of the zoo."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import WeightAveraging
 from torch.optim.swa_utils import get_ema_avg_fn
 
 from tests.helpers import moves
@@ -18,12 +18,11 @@ class _Ema(WeightAveraging):
         super().__init__(avg_fn=get_ema_avg_fn(0.8))
 
 
-def _averaged(strategy: Any, which: str, path: str | None, resume: str | None) -> dict[str, Any]:
+def _averaged(strategy: Any, path: str | None = None, resume: str | None = None) -> dict[str, Any]:
     torch.manual_seed(4)
     module = moves.Features()
-    callback: Any = _Ema() if which == "ema" else StochasticWeightAveraging(0.02, swa_epoch_start=1, device=None)
     save = [moves._SaveAt(10, path)] if path else []
-    trainer = make_trainer(strategy, max_epochs=3, callbacks=[callback, *save])
+    trainer = make_trainer(strategy, max_epochs=3, callbacks=[_Ema(), *save])
     trainer.fit(module, moves.loader("mid-epoch", 2), ckpt_path=resume)
     return {"losses": module.losses, "weights": {k: v.detach().clone() for k, v in module.state_dict().items()}}
 
@@ -36,16 +35,11 @@ def _close(results: list[dict[str, Any]], reference: list[dict[str, Any]]) -> No
 
 
 def test_weight_averaging_gets_real_weights_and_resumes(ranks2, tmp_path: Path) -> None:
-    reference = ranks2(_averaged, "ddp", "ema", None, None)
+    reference = ranks2(_averaged, "ddp")
     path = str(tmp_path / "x.ckpt")
     strategy = {"stage": 3, "min_unit_numel": 1}
-    first, second = ranks2(_averaged, strategy, "ema", path, None), ranks2(_averaged, strategy, "ema", None, path)
+    first, second = ranks2(_averaged, strategy, path), ranks2(_averaged, strategy, None, path)
     _close(first, reference)
     for ours, again in zip(first, second, strict=True):
         ours.update(losses=ours["losses"][:10] + again["losses"], weights=again["weights"])
     _close(first, reference)
-
-
-def test_stochastic_weight_averaging_gets_real_weights(ranks2) -> None:
-    """Lightning's refuses to be resumed in mid-averaging."""
-    _close(ranks2(_averaged, {"stage": 2}, "swa", None, None), ranks2(_averaged, "ddp", "swa", None, None))

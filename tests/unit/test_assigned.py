@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from lightning_zero.engines.fsdp2.assigned import AssignedGradients
@@ -31,13 +30,3 @@ def test_a_mean_between_micro_batches_is_told_of_once(ranks: None, stage: int, t
         for _ in range(2):
             gradients.noticed()
     assert [f"at stage {stage} it is reduced after each" in str(each.message) for each in told] == [True] * times
-
-
-def test_gradients_are_refused_in_a_backward_of_the_users(ranks: None) -> None:
-    """Not in a hook inside it."""
-    gradients = AssignedGradients(3, is_backward=lambda: True)
-    with pytest.raises(ValueError, match=r"LightningModule\.backward of this module reads or assigns p\.grad"):
-        gradients.noticed()
-    x = torch.ones(1, requires_grad=True)
-    x.register_hook(lambda grad: gradients.noticed())
-    x.sum().backward()

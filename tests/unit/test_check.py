@@ -39,3 +39,9 @@ def test_the_line_that_names_the_error() -> None:
     log = "Traceback (most recent call last):\n  File x\ntorch.cuda.OutOfMemoryError: too little\nand more\n"
     assert check._last_error(log) == "torch.cuda.OutOfMemoryError: too little"
     assert check._last_error("") == "no output"
+
+
+def test_communication_counts_where_no_other_kernel_runs() -> None:
+    """On streams of their own: two of compute overlap, a reduction reaches beyond them, and a gather lies within."""
+    kernels = [("gemm", 0, 4), ("add", 3, 6), ("ncclDevKernel_ReduceScatter", 5, 9), ("ncclDevKernel_AllGather", 1, 2)]
+    assert check_ranks.exposed_share([*kernels, ("copy", 9, 10)]) == pytest.approx(3 / 10)

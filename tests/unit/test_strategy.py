@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torchmetrics import MeanMetric
 
@@ -21,6 +23,15 @@ def _on_cuda(**settings: Any) -> ZeroStrategy:
     return ZeroStrategy(
         parallel_devices=[torch.device("cuda", 0)], cluster_environment=LightningEnvironment(), **settings
     )
+
+
+def test_offload_refuses_a_group_without_a_backend_for_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's own strategies open such a group with NCCL; a later run in this process takes it over."""
+    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: None)
+    monkeypatch.setattr(ZeroStrategy, "world_size", 2)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    with pytest.raises(ValueError, match=r"offload='cpu'.*cuda:nccl.*process_group_backend='cpu:gloo,cuda:nccl'"):
+        _on_cuda(offload="cpu").setup_environment()
 
 
 def test_a_group_has_a_backend_for_host_memory() -> None:
