@@ -159,7 +159,8 @@ def test_layers_of_a_failed_run_go_on_in_another_module(ranks1: Any, engine: str
 def _kept(settings: dict[str, Any], fails_at: int) -> list[str]:
     """Parts of a run that live on when nobody holds it any more."""
     module, trainer = Module(fails_at=fails_at), _trainer(settings)
-    assert outcome(trainer.fit, module, _data())[0] == ("LookupError" if fails_at < 99 else "ok")
+    # Where one rank has raised, another may miss it in a message first.
+    assert (outcome(trainer.fit, module, _data())[0] == "ok") == (fails_at == 99)
     held = {"module": weakref.ref(module), "trainer": weakref.ref(trainer), "strategy": weakref.ref(trainer.strategy)}
     del module, trainer
     gc.collect()

@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.parity import USES, Batches, Case, batches, cases, compare  # noqa: F401  (the fixture)
 
-ALONE = Case("views_held_and_written_in_steps", "deepspeed", 3, 1)
+ALONE = Case("written_past_versions", "deepspeed", 3, 1)
 """With one rank a parameter that DeepSpeed gathers is an alias of its shard, to which views must not write."""
 
 
