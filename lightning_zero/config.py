@@ -249,7 +249,7 @@ class ZeroConfig:
     find_unused_parameters: bool = True
     """After each synchronized backward, ranks agree which parameters no rank used, so that their gradients stay
     ``None`` as under DDP, and after each forward that all ran the same units. ``False`` saves these small all-reduces
-    and leaves zeros instead of ``None``; at stage 3 CPU processes agree on units all the same."""
+    and leaves zeros instead of ``None``; CPU processes with direct exchange agree on units all the same."""
     shard_size: int | Literal["auto"] | None = None
     """Number of consecutive ranks that share one copy of the model, for example the GPUs of a host. The groups are
     replicas of each other (HSDP). ``None`` shards over all ranks. ``"auto"`` takes the smallest group of complete hosts

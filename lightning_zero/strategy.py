@@ -56,7 +56,7 @@ from lightning_zero.engines.after_run import (
     has_left_states,
     left_shards,
 )
-from lightning_zero.engines.base import Engine, require, undetached_state_dict
+from lightning_zero.engines.base import Engine, require_device, undetached_state_dict
 from lightning_zero.engines.deepspeed.run import DeepSpeedRun
 from lightning_zero.engines.elementwise import note_on_full_steps
 from lightning_zero.engines.fsdp2.private import FULLY_SHARD
@@ -207,7 +207,7 @@ class ZeroStrategy(Launched, DDPStrategy):
                 f"Trainer(devices={num_devices}): this process is local rank {self.local_rank} of a run with more"
                 f" devices. {SAME_DEVICES}"
             )
-        require("accelerator", self.root_device.type, self.config.engine)
+        require_device(self.root_device.type, self.config.engine)
         super()._configure_launcher()
 
     def _get_process_group_backend(self) -> str:
@@ -264,7 +264,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._undo.enter_context(self.engine.view())
 
     def _make_optimizers(self, trainer: Any) -> None:
-        with self._run.full_for_optimizers(self.engine) if self.engine is not None else nullcontext():
+        with self.engine.view() if self.engine is not None else nullcontext():
             self.setup_optimizers(trainer)
             optimizers = [unwrapped(o) for o in self.optimizers]
             refuse_sharding(optimizers)

@@ -206,7 +206,7 @@ def _channel(timeout_seconds: float) -> dist.ProcessGroup:
 
 OF_RUN, IN_STEP, STEP_SYNC, IN_BACKGROUND, READS = range(5)
 """Kinds of messages: agreements of the main thread; the engine's; the step sync's, which are sent ahead; those of a
-save in the background; barriers (:mod:`~lightning_zero.comm.barrier`)."""
+save in the background; barriers (:mod:`~lightning_zero.comm.barrier`) and reads after a run."""
 
 
 def _tag(kind: int) -> int:

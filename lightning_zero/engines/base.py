@@ -1,4 +1,4 @@
-"""The contract between an engine and the strategy, and the one table of each engine's capabilities."""
+"""The contract between an engine and the strategy, and the devices of each engine."""
 
 from __future__ import annotations
 
@@ -35,12 +35,9 @@ from lightning_zero.private.torch import (
     translate_transformed,
 )
 
-CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
-    # setting -> engine -> accepted values
-    "stage": {"fsdp2": (1, 2, 3), "deepspeed": (1, 2, 3)},
-    "accelerator": {"fsdp2": ("cpu", "cuda", "xpu", "hpu"), "deepspeed": ("cpu", "cuda", "xpu", "hpu")},
-}
-"""Values of a setting that each engine accepts. For modules that an engine refuses see ``docs/deepspeed.md``."""
+DEVICES = {"fsdp2": ("cpu", "cuda", "xpu", "hpu"), "deepspeed": ("cpu", "cuda", "xpu", "hpu")}
+"""Device types on which each engine runs. Settings are checked in ``config``; for modules that an engine refuses see
+``docs/deepspeed.md``."""
 
 
 @contextmanager
@@ -65,15 +62,10 @@ class Root(nn.Module):
         return getattr(self.module, method)(*args, **kwargs)
 
 
-def require(setting: str, value: Any, engine: str) -> None:
-    """Raises ``ValueError``, which names setting, value and repair, unless ``engine`` accepts ``value``."""
-    if value in CAPABILITIES[setting][engine]:
-        return
-    others = [name for name, values in CAPABILITIES[setting].items() if value in values]
-    repair = (
-        f"use engine={others[0]!r}" if others else f"use one of {', '.join(map(str, CAPABILITIES[setting][engine]))}"
-    )
-    raise ValueError(f"{setting}={value!r} is not possible with engine={engine!r}: {repair}.")
+def require_device(kind: str, engine: str) -> None:
+    """Raises ``ValueError`` unless ``engine`` runs on devices of this ``kind``."""
+    if kind not in DEVICES[engine]:
+        raise ValueError(f"accelerator={kind!r} is not possible: use one of {', '.join(DEVICES[engine])}.")
 
 
 def refuse_late_hooks(parameters: Mapping[str, Any]) -> None:
@@ -187,7 +179,7 @@ class Engine(ABC):
 
     @abstractmethod
     def reshard(self) -> None:
-        """Puts the shards back onto the module, so that reads and writes by user code reach them."""
+        """Frees gathered parameters, so that reads and writes by user code reach the shards."""
 
     @graphs.outside_graphs
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:

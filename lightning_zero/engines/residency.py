@@ -308,7 +308,7 @@ class Residency:
     Args:
         store: The engine's store.
         is_between: Whether no step is in progress.
-        meeting: The barrier of the ranks; ``None`` with one rank or outside of a run.
+        barrier: The barrier of the ranks; ``None`` with one rank or outside of a run.
         budget_bytes: See :func:`budget_bytes`.
     """
 

@@ -1,10 +1,9 @@
-"""Parts of a run other than its engine: methods added to the module during the run, and the folder for files."""
+"""Parts of a run other than its engine: where modules are built, checks of settings, recomputation, files."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -58,10 +57,6 @@ class EngineRun(ABC):
         Raises:
             ValueError: On every rank, for settings that contradict the run.
         """
-
-    def full_for_optimizers(self, engine: Engine) -> AbstractContextManager[Any]:
-        """Context of ``configure_optimizers``, in which user code reads full parameters."""
-        return engine.view()
 
     def note_on_optimizers(self, optimizers: Collection[Optimizer]) -> str:
         """Returns a sentence for the user on how ``optimizers`` step, or an empty string."""

@@ -41,7 +41,7 @@ class _Group:
 class _Rank:
     def __init__(self, group: _Group, waits: bool) -> None:
         self._group, self._num = group, {"gather": 0, "message": 0}
-        self.config, self.advice = SimpleNamespace(stage=3), ""
+        self.config = SimpleNamespace(stage=3)
         self.units = [SimpleNamespace(rank=self, name=name, is_here=False) for name in NAMES]
         self.order: Any = order.Order(self, self.units, NAMES, num_ahead=2 if waits else 0, waits=waits)  # type: ignore[arg-type]
 
@@ -76,7 +76,8 @@ class _Rank:
 def _units_are_pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private, "unshard", lambda unit, async_op=False: unit.rank.gather(unit))
     monkeypatch.setattr(private, "reshard", lambda unit: setattr(unit, "is_here", False))
-    monkeypatch.setattr(private, "reshards_after_forward", lambda unit: True)
+    monkeypatch.setattr(private, "groups", lambda unit: [unit])
+    monkeypatch.setattr(private, "is_gathered", lambda unit: unit.is_here)
 
 
 def _on_ranks(run: Callable[[_Rank, int], Any], waits: bool = True) -> list[Any]:

@@ -79,6 +79,6 @@ class Direct(Transport):
                 node.register_prehook(lambda grads: self._reduce.finish())
                 self._accumulators[p.sharded_param] = node  # keep alive: autograd would recreate it without the hook
 
-    def backward_ends(self, step_is_due: bool) -> None:
+    def backward_ends(self) -> None:
         self._reduce.may_wait = False  # reductions of late gradients are read immediately
         self._reduce.finish()

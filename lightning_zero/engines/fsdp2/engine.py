@@ -4,7 +4,7 @@
 - *the user's parameter*: the ``nn.Parameter`` that the user made; always on its module and in optimizers. Inside a
   step it is the *gathered parameter*, plain and unsharded. Between steps it is resharded and empty; user code that
   touches it gets it gathered again (see ``residency``).
-- *sharded parameter*: a ``DTensor``, authoritative between steps; optimizers hold it, or its stand-in, during a step.
+- *sharded parameter*: a ``DTensor``, authoritative between steps; optimizers hold its local tensor during a step.
   Each rank owns ``ceil(rows / N)`` rows of dim 0.
 - *shard axis*: the N ranks over which one copy is sharded: all ranks, or with ``shard_size`` (HSDP) groups of that
   many consecutive ranks. The groups are replicas of each other along the *replicate axis*: gradients are
@@ -193,7 +193,6 @@ class Fsdp2Engine(Engine):
         )
         self.reside(self._store, lambda: self._phase is Phase.BETWEEN)
         self._assigned.residency = self.residency
-        self._drops_after_forward = self.config.stage == 3
         self._other_paths = OtherPaths(sharded.units, self._identity, self._is_in_step)
 
     def _register_hooks(self, sharded: Sharded) -> None:
@@ -249,7 +248,7 @@ class Fsdp2Engine(Engine):
             with DisableTorchFunction():
                 for p in params:
                     self._views.take(p, result)
-        if self._drops_after_forward and torch.is_grad_enabled():
+        if self.config.stage == 3 and torch.is_grad_enabled():
             nodes = [t.grad_fn for t in tensors_in((result,)) if t.grad_fn is not None]
             if nodes:
                 others = isinstance(first, Tensor) and id(first) not in self._identity.own and first.requires_grad
@@ -441,7 +440,7 @@ class Fsdp2Engine(Engine):
         sent = None
         if self.reduces and self.config.find_unused_parameters:
             sent = self._usage.send(chain.from_iterable(params for _, params in left), self._sharded.replicated)
-        self._transport.backward_ends(step_is_due=self.reduces and self.automatic)
+        self._transport.backward_ends()
         for group, params in left:
             self._usage.complete(params)
             private.reduce_now(group)

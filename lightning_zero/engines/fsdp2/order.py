@@ -142,10 +142,10 @@ class Order:
         place = self._place
         while (following := place.followed_by()) != _END:
             unit, place = self._units[following], place.followers[following]
-            with private.outside_transforms(), torch.inference_mode(False):
-                private.unshard(unit)
-                if private.reshards_after_forward(unit):
-                    private.reshard(unit)
+            if not all(map(private.is_gathered, private.groups(unit))):
+                with private.outside_transforms(), torch.inference_mode(False):
+                    private.unshard(unit)
+                    private.reshard(unit)  # user code may be about to open it
         self._ask(event)
 
     def _ask(self, event: int) -> None:

@@ -238,11 +238,6 @@ def set_reshard_after_forward(unit: nn.Module, reshards: bool) -> None:
         group.post_forward_mesh_info = group.mesh_info if reshards else None
 
 
-def reshards_after_forward(unit: nn.Module) -> bool:
-    """Whether the unit drops its parameters after a forward."""
-    return any(group.post_forward_mesh_info is not None for group in groups(unit))
-
-
 def set_requires_gradient_sync(units: list[nn.Module], syncs: bool) -> None:
     """Set whether a backward reduces the gradients of ``units``."""
     for unit in units:

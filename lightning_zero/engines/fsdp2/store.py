@@ -10,11 +10,10 @@ shard. It is opened elsewhere in mixed precision, where the home has low precisi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from lightning_zero.comm.shards import gathered_each, local
 from lightning_zero.engines.fsdp2 import private
@@ -25,28 +24,8 @@ from lightning_zero.engines.refusals import require_shape
 from lightning_zero.engines.residency import Views, store_rows
 from lightning_zero.private.torch import set_data, storage_key, users_of
 
-
-class Moments(Protocol):
-    """The engine as the store calls it when user code touches parameters."""
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer] | None:
-        """The optimizers of this run."""
-
-    def touches(self, key: int) -> None:
-        """Called before the tensors with this ``key`` are gathered for user code."""
-
-    def shards_change(self) -> None:
-        """Called before shards are written to."""
-
-    def shards_have_changed(self) -> None:
-        """Called after shards were written to."""
-
-    def bring(self, group: private.Group) -> None:
-        """Gather ``group`` until its backward is over (collective)."""
-
-    def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
-        """See :meth:`~lightning_zero.engines.residency.Store.used`."""
+if TYPE_CHECKING:
+    from lightning_zero.engines.fsdp2.engine import Fsdp2Engine
 
 
 class Fsdp2Store:
@@ -71,7 +50,7 @@ class Fsdp2Store:
         writes: Writes,
         views: Views,
         names: Mapping[int, str],
-        engine: Moments,
+        engine: Fsdp2Engine,
     ) -> None:
         self.own, self._groups, self._gradients, self._writes = own, groups, gradients, writes
         self._views, self._names, self._engine, self.used = views, names, engine, engine.used

@@ -25,8 +25,8 @@ class Transport:
     """The path of an accelerator.
 
     Attributes:
-        peer_memory: Connects all ranks if they are on one host, for small messages of any kind; ``None`` before
-            :meth:`start`, and if there are no messages.
+        peer_memory: Connects all ranks if they are on one host, for small messages of any kind; ``None`` if
+            there are no messages.
     """
 
     units_ahead = 0
@@ -120,11 +120,8 @@ class Transport:
     def reduction_begins(self, group: private.Group, params: Sequence[private.ShardedParam]) -> None:
         """Called before ``group`` reduces the gradients of ``params``, which are complete."""
 
-    def backward_ends(self, step_is_due: bool) -> None:
-        """Called when all reductions scheduled by autograd have begun; they are complete when this returns.
-
-        ``step_is_due``: all ranks step before they gather again.
-        """
+    def backward_ends(self) -> None:
+        """Called when all reductions scheduled by autograd have begun; they are complete when this returns."""
 
     # -- writes
 
