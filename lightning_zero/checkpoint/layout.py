@@ -12,8 +12,8 @@
             index.json      the file and bytes of each part of a tensor
             .metadata       the same for torch.distributed.checkpoint, a pickle: never read here
 
-The marker names the data folder that is complete, so a killed save leaves the earlier checkpoint valid. Both forms have
-one key in addition to Lightning's: :data:`EXTRA`.
+The marker names the data folder that is complete, so a killed save leaves the earlier checkpoint valid. While it is
+written, a data folder is called ``data-.partial``. Both forms have one key in addition to Lightning's: :data:`EXTRA`.
 """
 
 from __future__ import annotations
