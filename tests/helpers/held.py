@@ -393,10 +393,10 @@ class StatesWritten(Zoo):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         optimizer, head = self.optimizers().optimizer, self.net.head.weight
         if batch_idx == 1:
-            held = optimizer.state[head]["momentum_buffer"].mul_(0.5)
+            momentum = optimizer.state[head]["momentum_buffer"].mul_(0.5)
             if self.current_epoch == 0:
-                self.held = held
-            if self.current_epoch:
+                self.held = momentum
+            else:
                 optimizer.state.clear()
         if batch_idx == 2:
             if self.current_epoch == 0:
@@ -484,13 +484,6 @@ class ReadsInBackward(Zoo):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         super().backward(loss, *args, **kwargs)
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
-
-
-class OwnBackward(Zoo):
-    """Overrides it without a look at gradients."""
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        (2 * loss).backward(*args, **kwargs)
 
 
 class SamplesInInferenceMode(Zoo):
@@ -672,7 +665,6 @@ HELD: dict[str, Kind] = {
     "backward_reads_gradients": Kind(
         module=_of(ReadsInBackward), refused="move the code after loss.backward", deepspeed_refuses=OVERRIDES_BACKWARD
     ),
-    "backward_overridden": Kind(module=_of(OwnBackward), deepspeed_refuses=OVERRIDES_BACKWARD),
     "samples_in_inference_mode": Kind(module=_of(SamplesInInferenceMode), validates=True),
     "partial_forward": Kind(module=_of(PartialForward), dataset=longer, validates=True),
     "lottery_ticket": Kind(module=_of(SameOnAllRanks), callbacks=_pruning(), max_epochs=3),
