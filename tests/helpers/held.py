@@ -295,10 +295,10 @@ class StatesWritten(Zoo):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         optimizer, head = self.optimizers().optimizer, self.net.head.weight
         if batch_idx == 1:
-            held = optimizer.state[head]["momentum_buffer"].mul_(0.5)
+            momentum = optimizer.state[head]["momentum_buffer"].mul_(0.5)
             if self.current_epoch == 0:
-                self.held = held
-            if self.current_epoch:
+                self.held = momentum
+            else:
                 optimizer.state.clear()
         if batch_idx == 2:
             if self.current_epoch == 0:
