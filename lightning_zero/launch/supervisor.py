@@ -7,9 +7,10 @@ code runs.
 :data:`TABLE` lists the states of a run and its transitions. In this file, rank 0 is the first rank of its machine.
 
 Which rank failed first? A rank that raises writes its error and the time into a file at once, before other ranks can
-notice (:func:`lightning_zero.launch.failure.write`). A rank that was killed leaves no file; it counts from
-:data:`NOTICE_SECONDS` before the supervisor has noticed. A stopped rank comes first: the others failed because they
-waited for it. The earliest counts (:meth:`Supervisor._first_failure`), once, at the end of the run.
+notice (:func:`lightning_zero.launch.failure.write`). A rank that crashed leaves no file; it counts from
+:data:`NOTICE_SECONDS` before the supervisor has noticed. A rank that was killed by SIGKILL or is stopped comes first:
+no error of another rank has that effect. The earliest counts (:meth:`Supervisor._first_failure`), once, at the end of
+the run.
 
     argument          the plan, as JSON: ``command``, ``cwd``, ``env`` (in addition to this process's), ``stdout`` (a
                       file descriptor for ranks without a log), ``folder`` (the session's, removed at the end),
@@ -201,8 +202,9 @@ class Supervisor:
         if not self._has_failed(rank):
             return None
         code = self.ranks[rank].returncode
+        if code == -signal.SIGKILL:
+            return Failure(0.0, rank, KILLED, _tail(self.logs[rank]))
         what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-        what = KILLED if code == -signal.SIGKILL else what
         return Failure(self.noticed[rank] - NOTICE_SECONDS, rank, what, _tail(self.logs[rank]))
 
     def _has_failed(self, rank: int) -> bool:
