@@ -42,20 +42,21 @@ class _Process:
     """Whether graphs may exist that were traced outside of a run and therefore do not call the handler."""
 
 
-def begin(inputs: Inputs) -> None:
-    """Calls all graphs through ``inputs`` from now on; code that was traced outside of a run is traced again."""
-    if _Process.dynamo is None:
-        _Process.dynamo = Dynamo(_seen_to, _is_owned)
-    if _Process.traced_outside:
-        _Process.dynamo.forget_graphs()
-        _Process.traced_outside = False
-    _Process.inputs = inputs
+class Calls:
+    """Calls all graphs through ``inputs`` until :meth:`end`; code that was traced outside of a run is traced again."""
 
+    def __init__(self, inputs: Inputs) -> None:
+        if _Process.dynamo is None:
+            _Process.dynamo = Dynamo(_seen_to, _is_owned)
+        if _Process.traced_outside:
+            _Process.dynamo.forget_graphs()
+            _Process.traced_outside = False
+        self._inputs = _Process.inputs = inputs
 
-def end(inputs: Inputs) -> None:
-    """Graphs get their inputs unchanged from now on."""
-    if _Process.inputs is inputs:
-        _Process.inputs = None
+    def end(self) -> None:
+        """Graphs get their inputs unchanged from now on, unless another run has begun."""
+        if _Process.inputs is self._inputs:
+            _Process.inputs = None
 
 
 def _is_owned(p: Tensor) -> bool:
