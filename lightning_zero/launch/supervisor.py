@@ -73,7 +73,7 @@ TABLE = (
     ((S.RUNNING, S.ALARMED, S.FINISHING, S.ENDING), "rank 0 gone", S.OVER),
 )
 """The first matching row counts. An event that has no row in the current state is ignored."""
-SECONDS = {S.ALARMED: 5.0, S.FINISHING: 60.0, S.ENDING: 3.0}
+SECONDS = {S.ALARMED: 8.0, S.FINISHING: 60.0, S.ENDING: 3.0}
 """Seconds until "time over" in a state, in ``ENDING`` none after a Ctrl-C. Other states have no limit."""
 KILLED = "was killed by SIGKILL, probably out of memory"
 STOPPED = "does not respond, because it is stopped (SIGSTOP)"

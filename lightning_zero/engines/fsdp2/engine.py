@@ -50,7 +50,7 @@ This is the path of an accelerator, and of the CPU with ``transport="torch"``: c
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum, auto
 from functools import partial
 from itertools import chain
@@ -525,7 +525,9 @@ class Fsdp2Engine(Engine):
         with torch.no_grad(), DisableTorchFunction():
             self.residency.end_window()
             self._assigned.settle()
-            self._drop_gathered()
+            # A lost rank never joins a gather ahead.
+            with suppress(RuntimeError) if self.failed else nullcontext():
+                self._drop_gathered()
             if full:
                 self._transport.await_readers()
                 self._identity.release(lambda shard: to_host(gathered(shard)))
