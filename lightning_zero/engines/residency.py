@@ -345,12 +345,6 @@ class Residency:
             with _quietly():
                 self._store.close(key)
 
-    def forget(self) -> list[Tensor]:
-        """Marks all keys as closed without storing their values. Returns their parameters, which are still full."""
-        params = [p for key in self._open for p in self._store.parameters(key)]
-        self._open.clear()
-        return params
-
     def wait_for_reads(self) -> None:
         """Waits until all ranks have finished their user code. Meanwhile this rank sends its shards to ranks that read
         (collective)."""

@@ -207,7 +207,8 @@ class Fsdp2Store:
         return run()
 
     def aliased(self, p: Tensor, alias: Tensor) -> None:
-        self._views.take(p, alias)
+        if not self.is_there(p):  # else `used` takes it
+            self._views.take(p, alias)
 
     def before_collective(self, tensors: Sequence[Any]) -> None:
         self._gradients.before_collective(tensors)
