@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_zero.private.check import Library, Needed, importing
+from lightning_zero.private.check import Library, importing
 
 TESTED = ">=2.6,<2.7"
 _LOOPS = "lightning.pytorch.loops"
@@ -31,68 +31,42 @@ _CONNECTORS = "lightning.pytorch.trainer.connectors"
 LIGHTNING = Library(
     "lightning",
     TESTED,
-    (
+    {
         # loops
-        Needed(f"{_LOOPS}.loop:_Loop.restarting.fset", takes="self, restarting"),
-        Needed(f"{_LOOPS}.fit_loop:_FitLoop", stores="_data_source _combined_loader _data_fetcher"),
-        Needed(f"{_CONNECTORS}.data_connector:_DataLoaderSource.__init__", takes="self, instance, name"),
-        Needed(f"{_CONNECTORS}.data_connector:_DataLoaderSource.dataloader", takes="self"),
-        Needed(f"{_CONNECTORS}.data_connector:_request_dataloader", takes="data_source", stores="dataloader"),
-        Needed(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor", takes="self"),
-        Needed(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop.advance", takes="self, data_fetcher"),
-        Needed(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop.reset", takes="self"),
-        Needed(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop.run", stores="reset"),
+        f"{_LOOPS}.loop": "_Loop.restarting.fset",
+        f"{_LOOPS}.fit_loop:_FitLoop": "_data_source _combined_loader _data_fetcher",
+        f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop": "_broadcast_sigterm_tensor advance reset",
+        f"{_CONNECTORS}.data_connector:_DataLoaderSource": "instance dataloader",
+        f"{_CONNECTORS}.data_connector:_request_dataloader": "dataloader",
         # the trainer's connectors
-        Needed(f"{_CONNECTORS}.signal_connector:_SignalConnector._sigterm_notifier_fn", takes="self, signum, _"),
-        Needed(f"{_CONNECTORS}.signal_connector:_SignalConnector._slurm_sigusr_handler_fn", takes="self, signum, _"),
-        Needed(f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector.dump_checkpoint", takes="self, weights_only"),
-        Needed("lightning.pytorch:Trainer", stores="_checkpoint_connector dump_checkpoint _signal_connector"),
-        Needed("lightning.pytorch.utilities.exceptions:_TunerExitException"),
+        f"{_CONNECTORS}.signal_connector:_SignalConnector": "_sigterm_notifier_fn _slurm_sigusr_handler_fn",
+        f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector": "dump_checkpoint weights_only",
+        "lightning.pytorch:Trainer": "_checkpoint_connector dump_checkpoint _signal_connector",
+        "lightning.pytorch.utilities.exceptions": "_TunerExitException",
         # launching
-        Needed(
-            f"{_LAUNCHERS}.subprocess_script:_SubprocessScriptLauncher.__init__",
-            takes="self, cluster_environment, num_processes, num_nodes",
-        ),
-        Needed(
-            f"{_LAUNCHERS}.multiprocessing:_MultiProcessingLauncher.__init__",
-            takes="self, strategy, start_method",
-            stores="_already_fit _start_method _strategy procs",
-        ),
-        Needed(
-            f"{_LAUNCHERS}.multiprocessing:_MultiProcessingLauncher._wrapping_function",
-            takes="self, process_idx, trainer, function, args, kwargs, return_queue, global_states",
-            stores="_collect_rank_zero_results put",
-        ),
-        Needed(
-            f"{_LAUNCHERS}.multiprocessing:_MultiProcessingLauncher._recover_results_in_main_process",
-            takes="self, worker_output, trainer",
-        ),
-        Needed(
-            f"{_LAUNCHERS}.multiprocessing:_MultiProcessingLauncher._collect_rank_zero_results",
-            takes="self, trainer, results",
-            stores="tempfile mkdtemp",
-        ),
-        Needed(f"{_LAUNCHERS}.multiprocessing:_GlobalStateSnapshot.capture", takes=""),
-        Needed("lightning.fabric.utilities.distributed:_set_num_threads_if_needed", takes="num_processes"),
-        Needed("lightning.fabric.plugins.environments:LightningEnvironment", stores="_main_port"),
+        f"{_LAUNCHERS}.subprocess_script:_SubprocessScriptLauncher": "cluster_environment num_processes num_nodes",
+        f"{_LAUNCHERS}.multiprocessing:_MultiProcessingLauncher": "_already_fit _start_method _strategy procs"
+        " _wrapping_function _recover_results_in_main_process _collect_rank_zero_results tempfile mkdtemp",
+        f"{_LAUNCHERS}.multiprocessing:_GlobalStateSnapshot": "capture",
+        "lightning.fabric.utilities.distributed": "_set_num_threads_if_needed",
+        "lightning.fabric.plugins.environments:LightningEnvironment": "_main_port",
         # strategies
-        Needed(f"{_STRATEGIES}:Strategy", stores="_checkpoint_io _launcher _precision_plugin"),
-        Needed(f"{_STRATEGIES}:ParallelStrategy.__init__", stores="_layer_sync"),
-        Needed(f"{_STRATEGIES}:DDPStrategy.__init__", stores="_timeout _start_method _ddp_comm_hook"),
-        Needed(f"{_STRATEGIES}:DDPStrategy._configure_launcher", takes="self"),
-        Needed(f"{_STRATEGIES}:DDPStrategy._get_process_group_backend", takes="self"),
-        Needed("lightning.pytorch.overrides.distributed:_sync_module_states", takes="module"),
+        f"{_STRATEGIES}:Strategy": "_checkpoint_io _launcher _precision_plugin",
+        f"{_STRATEGIES}:ParallelStrategy": "_layer_sync",
+        f"{_STRATEGIES}:DDPStrategy": "_timeout _start_method _ddp_comm_hook _configure_launcher"
+        " _get_process_group_backend",
+        "lightning.pytorch.overrides.distributed": "_sync_module_states",
         # modules, optimizers, precision
-        Needed("lightning.pytorch.plugins.precision:Precision._after_closure", takes="self, model, optimizer"),
-        Needed("lightning.pytorch.core.optimizer:_MockOptimizer"),
-        Needed("lightning.pytorch:LightningModule.__init__", stores="_trainer"),
-        Needed("lightning.fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin", stores="_device"),
-    ),
+        "lightning.pytorch.plugins.precision:Precision": "_after_closure",
+        "lightning.pytorch.core.optimizer": "_MockOptimizer",
+        "lightning.pytorch:LightningModule": "_trainer",
+        "lightning.fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin": "_device",
+    },
 )
 TUNERS_FILES = (".lr_find_", ".scale_batch_size_")
 """Prefixes of the files to which Lightning's tuners save the state before their trial steps. Nothing else marks such a
 file; ``tests/unit/test_private.py`` compares the prefixes with Lightning's sources."""
-TORCHMETRICS = Library("torchmetrics", ">=1.4,<1.10", (Needed("torchmetrics:Metric", stores="_device"),))
+TORCHMETRICS = Library("torchmetrics", ">=1.4,<1.10", {"torchmetrics:Metric": "_device"})
 
 with importing(LIGHTNING):
     from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin

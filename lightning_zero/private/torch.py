@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.private.check import Library, Needed, importing
+from lightning_zero.private.check import Library, importing
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 TESTED = ">=2.11,<2.16"
@@ -33,87 +33,47 @@ VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
 _GET_ATTRIBUTE = "tp_getattro_impl" if VERSION >= (2, 14) else "var_getattr"
 _SET_DATA = "shallow_copy_data_" if VERSION >= (2, 14) else "set_"
 """The operator to which Dynamo translates ``p.data = value``."""
+_DYNAMOS_SETATTR = "torch._dynamo.variables.builtin:SetAttrBuiltinVariable._call_setattr"
 TORCH = Library(
     "torch",
     TESTED,
-    (
-        Needed("torch:_C.DisableTorchFunction"),
-        Needed("torch:_C._EnableTorchFunction"),
-        Needed("torch:_C._storage_Use_Count"),
-        Needed("torch:Tensor._use_count"),
-        Needed("torch:_C._disabled_torch_function_impl"),
-        Needed("torch:_C._are_functorch_transforms_active"),
-        Needed("torch:Tensor._version"),
-        Needed("torch:Tensor._base"),
-        Needed("torch:Tensor._post_accumulate_grad_hooks"),
-        Needed("torch:Tensor._make_wrapper_subclass"),
-        Needed("torch:ops.aten._local_scalar_dense.default"),
-        Needed("torch:ops.aten.detach.default._schema.is_mutable"),
-        # private/torch_optim.py
-        Needed("torch:Tensor._make_subclass"),
-        Needed("torch.optim.optimizer:Optimizer._patch_step_function", stores="hooked"),
-        Needed("torch.optim.lr_scheduler:LRScheduler", stores="_wrapped_by_lr_sched"),
-        Needed("torch:_C._len_torch_dispatch_stack"),
-        Needed("torch:_C._current_graph_task_id"),
-        Needed("torch._dynamo:reset_code_caches", takes=""),
-        Needed("torch:_C._dynamo.eval_frame.set_eval_frame"),
-        Needed("torch._dynamo.eval_frame:skip_code", takes="code"),
-        Needed("torch._dynamo.exc:unimplemented", takes="*gb_type, context, explanation, hints"),
-        Needed("torch._dynamo.output_graph:OutputGraph.call_user_compiler", takes="self, gm, example_inputs"),
-        Needed("torch._dynamo.output_graph:OutputGraph", stores="grapharg"),
-        Needed("torch._dynamo.variables.builder:GraphArg", stores="example"),
-        Needed(f"torch._dynamo.variables.tensor:TensorVariable.{_GET_ATTRIBUTE}", takes="self, tx, name"),
-        *(
-            (Needed("torch._dynamo.variables.builtin:SetAttrBuiltinVariable._call_setattr", stores=_SET_DATA),)
-            if VERSION >= (2, 13)
-            else ()
-        ),
-        Needed("torch._dynamo.variables.optimizer:OptimizerVariable.call_method", takes="self, tx, name, args, kwargs"),
-        Needed("torch.optim.optimizer:_global_optimizer_pre_hooks"),
-        Needed("torch.optim.optimizer:_global_optimizer_post_hooks"),
-        Needed(
-            "torch.optim.optimizer:Optimizer.__init__",
-            stores="_optimizer_step_pre_hooks _optimizer_step_post_hooks _optimizer_state_dict_pre_hooks"
-            " _optimizer_state_dict_post_hooks _optimizer_load_state_dict_pre_hooks"
-            " _optimizer_load_state_dict_post_hooks",
-        ),
-        Needed(
-            "torch.nn:Module.__init__",
-            stores="_parameters _buffers _modules _non_persistent_buffers_set",
-        ),
-        Needed("torch.autograd:_engine_run_backward", takes="t_outputs"),
-        Needed("torch.autograd:backward", stores="_engine_run_backward"),
-        Needed("torch.autograd:grad", stores="_engine_run_backward"),
-        Needed("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack", takes=""),
-        Needed("torch._functorch.apis:vmap_impl", takes="func, in_dims, out_dims, randomness, chunk_size"),
-        Needed("torch._functorch.eager_transforms:grad_and_value_impl", takes="func, argnums, has_aux, args, kwargs"),
-        Needed("torch._functorch.eager_transforms:_vjp_with_argnums", takes="func"),
-        Needed(
-            "torch._functorch.eager_transforms:_jvp_with_argnums", takes="func, primals, tangents, argnums, *has_aux"
-        ),
-        Needed("torch.nn:Module._wrapped_call_impl", takes="self", stores="_compiled_call_impl"),
-        Needed("torch.nn:Module._call_impl", takes="self"),
-        Needed("torch.nn:Module._apply", takes="self, fn"),
-        Needed("torch.nn:Module.__getstate__", stores="_compiled_call_impl"),
-        Needed("torch._dynamo.exc:TorchDynamoException"),
-        Needed("torch._dynamo:OptimizedModule"),
-        Needed("torch._dynamo.eval_frame:_debug_get_cache_entry_list", takes="code"),
-        Needed("torch._dynamo.eval_frame:_TorchDynamoContext.__call__", stores="_torchdynamo_orig_callable"),
-        Needed("torch.nn:MultiheadAttention._reset_parameters", takes="self"),
-        Needed("torch.nn:Transformer._reset_parameters", takes="self"),
-        Needed("torch.amp.grad_scaler:GradScaler", stores="_scale _per_optimizer_states"),
-        Needed("torch.distributed.distributed_c10d:_abort_process_group", takes=""),
-        Needed("torch:UntypedStorage._cdata"),
-        Needed("torch.distributed.tensor:DTensor.to_local", stores="_local_tensor"),
-        Needed("torch.distributed.tensor.debug:_clear_sharding_prop_cache", takes=""),
-        Needed("torch._subclasses.fake_tensor:FakeTensorMode", takes="*allow_non_fake_inputs"),
-        Needed("torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__", takes="self, func, types"),
-        Needed("torch.utils._python_dispatch:_disable_current_modes", takes=""),
-        Needed("torch.utils._pytree:tree_map", takes="func, tree"),
-        Needed("torch.utils._pytree:tree_leaves", takes="tree"),
-        Needed("torch.utils._pytree:tree_flatten", takes="tree"),
-        Needed("torch.utils._pytree:tree_unflatten", takes="leaves, treespec"),
-    ),
+    {
+        "torch": "_C.DisableTorchFunction _C._EnableTorchFunction _C._disabled_torch_function_impl"
+        " _C._are_functorch_transforms_active _C._len_torch_dispatch_stack _C._current_graph_task_id"
+        " _C._storage_Use_Count _C._dynamo.eval_frame.set_eval_frame UntypedStorage._cdata"
+        " ops.aten._local_scalar_dense.default ops.aten.detach.default._schema.is_mutable",
+        "torch:Tensor": "_version _base _use_count _post_accumulate_grad_hooks _make_wrapper_subclass _make_subclass",
+        "torch.nn:Module": "_parameters _buffers _modules _non_persistent_buffers_set _wrapped_call_impl _call_impl"
+        " _compiled_call_impl _apply",
+        "torch.nn": "MultiheadAttention._reset_parameters Transformer._reset_parameters",
+        "torch.autograd": "_engine_run_backward",
+        "torch.autograd:backward": "_engine_run_backward",
+        "torch.autograd:grad": "_engine_run_backward",
+        "torch.amp.grad_scaler:GradScaler": "_scale _per_optimizer_states",
+        "torch.optim.optimizer": "_global_optimizer_pre_hooks _global_optimizer_post_hooks",
+        "torch.optim.optimizer:Optimizer": "_patch_step_function hooked"  # see private/torch_optim.py
+        " _optimizer_step_pre_hooks _optimizer_step_post_hooks"
+        " _optimizer_state_dict_pre_hooks _optimizer_state_dict_post_hooks"
+        " _optimizer_load_state_dict_pre_hooks _optimizer_load_state_dict_post_hooks",
+        "torch.optim.lr_scheduler:LRScheduler": "_wrapped_by_lr_sched",
+        "torch._functorch.pyfunctorch": "temporarily_clear_interpreter_stack",
+        "torch._functorch.apis": "vmap_impl",
+        "torch._functorch.eager_transforms": "grad_and_value_impl _vjp_with_argnums _jvp_with_argnums",
+        "torch._dynamo": "reset_code_caches OptimizedModule exc.TorchDynamoException exc.unimplemented",
+        "torch._dynamo.eval_frame": "skip_code _debug_get_cache_entry_list",
+        "torch._dynamo.eval_frame:_TorchDynamoContext": "_torchdynamo_orig_callable",
+        "torch._dynamo.output_graph:OutputGraph": "call_user_compiler grapharg",
+        "torch._dynamo.variables.builder:GraphArg": "example",
+        "torch._dynamo.variables.tensor:TensorVariable": _GET_ATTRIBUTE,
+        "torch._dynamo.variables.optimizer:OptimizerVariable": "call_method",
+        **({_DYNAMOS_SETATTR: _SET_DATA} if VERSION >= (2, 13) else {}),
+        "torch.distributed.distributed_c10d": "_abort_process_group",
+        "torch.distributed.tensor:DTensor": "_local_tensor",
+        "torch.distributed.tensor.debug": "_clear_sharding_prop_cache",
+        "torch._subclasses.fake_tensor:FakeTensorMode": "allow_non_fake_inputs",
+        "torch.utils._python_dispatch": "TorchDispatchMode.__torch_dispatch__ _disable_current_modes",
+        "torch.utils._pytree": "tree_map tree_leaves tree_flatten tree_unflatten",
+    },
 )
 
 with importing(TORCH):

@@ -19,28 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import CheckpointError
-from lightning_zero.private.check import Library, Needed, check
+from lightning_zero.private.check import Library, check
 
 _LOADING = "transformers.core_model_loading"
 TRANSFORMERS = Library(
     "transformers",
     ">=5.0,<6",
-    (
-        Needed("transformers.conversion_mapping:get_model_conversion_mapping", takes="model"),
-        Needed(
-            f"{_LOADING}:rename_source_key",
-            takes="source_key, weight_renamings, weight_converters, base_model_prefix, meta_state_dict",
-        ),
-        Needed(f"{_LOADING}:dot_natural_key", takes="s"),
-        Needed(f"{_LOADING}:WeightRenaming"),
-        Needed(f"{_LOADING}:WeightConverter.source_patterns"),
-        Needed(f"{_LOADING}:WeightConverter.add_tensor", takes="self, target_key, source_key, source_pattern, future"),
-        Needed(f"{_LOADING}:WeightConverter.convert", takes="self, layer_name, model, config"),
-        Needed(
-            "transformers.modeling_utils:PreTrainedModel",
-            stores="_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected _init_weights",
-        ),
-    ),
+    {
+        "transformers.conversion_mapping": "get_model_conversion_mapping",
+        _LOADING: "rename_source_key dot_natural_key WeightRenaming",
+        f"{_LOADING}:WeightConverter": "source_patterns add_tensor convert",
+        "transformers.modeling_utils:PreTrainedModel": "_keys_to_ignore_on_load_missing"
+        " _keys_to_ignore_on_load_unexpected _init_weights",
+    },
 )
 
 

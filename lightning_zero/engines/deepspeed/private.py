@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.direct import all_gather
 from lightning_zero.engines.base import outside_inference_mode
-from lightning_zero.private.check import Library, Needed, check
+from lightning_zero.private.check import Library, check
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     in_backward,
@@ -42,91 +42,51 @@ from lightning_zero.private.torch import (
 )
 
 _ZERO = "deepspeed.runtime.zero"
-_STAGE3, _STAGE12 = f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3", f"{_ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer"
-_ENGINE, _OFFLOAD = "deepspeed.runtime.engine:DeepSpeedEngine", f"{_ZERO}.parameter_offload:DeepSpeedZeRoOffload"
-_COORDINATOR = f"{_ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator"
-_INIT = f"{_ZERO}.partition_parameters:Init"
+_TO_RELEASE = "_PartitionedParameterCoordinator__params_to_release"
+_REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 DEEPSPEED = Library(
     "deepspeed",
     ">=0.19.8,<0.20",
-    (
+    {
         # starting
-        Needed("deepspeed.comm.comm:init_distributed", takes="*dist_backend, dist_init_required", stores="cdb"),
-        Needed("deepspeed.comm.torch:build_shm_op", takes=""),
-        Needed("deepspeed.comm.torch:TorchBackend", stores="build_shm_op"),
-        Needed("deepspeed.utils.groups:_release_process_group_references", takes="*group"),
-        Needed("deepspeed.accelerator:set_accelerator", takes="accel_obj"),
-        Needed("deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.__init__", takes="self"),
-        Needed(f"{_INIT}", stores="param_id"),
-        Needed(f"{_OFFLOAD}._register_deepspeed_module", takes="self, module, count"),
-        Needed(f"{_ZERO}.parameter_offload:_inject_parameters", takes="module, cls"),
-        Needed(f"{_ZERO}.partitioned_param_coordinator:iter_params", takes="module, recurse"),
-        Needed(f"{_OFFLOAD}", stores="iter_params"),
-        Needed(f"{_COORDINATOR}._PartitionedParameterCoordinator__params_to_release"),
-        Needed(f"{_STAGE3}", stores="DeepSpeedCPUAdam"),
+        "deepspeed.comm.comm:init_distributed": "dist_backend dist_init_required cdb",
+        "deepspeed.comm.torch": "build_shm_op",
+        "deepspeed.utils.groups": "_release_process_group_references",
+        "deepspeed.accelerator": "set_accelerator cpu_accelerator.CPU_Accelerator",
+        f"{_ZERO}.parameter_offload": "_inject_parameters iter_params FWD_MODULE_STACK",
+        f"{_ZERO}.partitioned_param_coordinator": "iter_params",
+        f"{_ZERO}.stage3": "DeepSpeedCPUAdam",
+        "deepspeed.utils": "z3_leaf_module",
         # sharding
-        Needed(f"{_INIT}.__init__", takes="self, *config_dict_or_path, tensor_overrides"),
-        Needed(f"{_INIT}._convert_to_deepspeed_param", takes="self, param"),
-        Needed(
-            _INIT,
-            stores="local_device ds_id ds_numel ds_shape ds_status ds_tensor ds_active_sub_modules"
-            " ds_zero_partition_rank ds_secondary_tensor all_gather partition",
-        ),
-        Needed(f"{_ZERO}.partition_parameters:ZeroParamStatus.AVAILABLE"),
-        Needed(f"{_ZERO}.partition_parameters:free_param", takes="param"),
-        Needed(f"{_ZERO}.linear:zero3_linear_wrap", takes="input, weight, bias"),
-        # one backward
-        *(Needed(f"{_ENGINE}._backward_{part}", takes="self") for part in ("prologue", "epilogue")),
-        Needed(f"{_ENGINE}.backward", stores="_backward_epilogue _running_engine_backward"),
-        *(Needed(f"{each}.destroy", takes="self") for each in (_ENGINE, _OFFLOAD)),
-        *(Needed(each, stores="_grad_acc_hooks") for each in (_STAGE3, _STAGE12)),
-        Needed(f"{_ENGINE}._broadcast_model", takes="self"),
-        Needed(_ENGINE, stores="module_forward_pre_hook module_forward_post_hook device dp_world_size"),
-        *(Needed(f"{stage}.clear_backward_seen_flag", takes="self") for stage in (_STAGE3, _STAGE12)),
+        f"{_ZERO}.partition_parameters": "ZeroParamStatus.AVAILABLE free_param",
+        f"{_ZERO}.partition_parameters:Init": "param_id config_dict_or_path tensor_overrides"
+        " _convert_to_deepspeed_param local_device ds_id ds_numel ds_shape ds_status ds_tensor"
+        " ds_active_sub_modules ds_zero_partition_rank ds_secondary_tensor all_gather partition",
+        f"{_ZERO}.partition_parameters:_init_external_params": "_external_params all_parameters",
+        f"{_ZERO}.linear": "zero3_linear_wrap",
+        # one step
+        "deepspeed.runtime.engine:DeepSpeedEngine": "_backward_prologue _backward_epilogue _running_engine_backward"
+        " _broadcast_model module_forward_pre_hook module_forward_post_hook device dp_world_size destroy",
+        f"{_ZERO}.parameter_offload:DeepSpeedZeRoOffload": "_register_deepspeed_module partition_all_parameters"
+        " get_param_coordinator forward_hooks ds_id ds_inflight_param_registry ds_recompute_parameters destroy",
+        f"{_ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator": f"{_TO_RELEASE} hierarchy"
+        " reset_step trace_prologue is_record_trace record_module fetch_sub_module release_sub_module",
         # stages 1 and 2
-        Needed(
-            _STAGE12,
-            stores="round_robin_bit16_groups round_robin_bit16_offsets partition_size real_dp_process_group"
-            " single_partition_of_fp32_groups parallel_partitioned_bit16_groups bit16_groups bit16_groups_flat"
-            " averaged_gradients all_grad_tensors cpu_offload micro_step_id nccl_start_alignment_factor"
-            " allgather_bucket_size _offload_accumulated_param_ids",
-        ),
-        Needed(f"{_ZERO}.stage_1_and_2:GradPartitionBufferGroup", stores="flat_partition"),
-        *(Needed(f"{_STAGE12}.{name}", takes="self") for name in ("_wait_for_offload_copies", "reset_cpu_buffers")),
-        Needed(
-            "deepspeed.runtime.utils:all_gather_dp_groups",
-            takes="*groups_flat, partitioned_param_groups, dp_process_group, start_alignment_factor,"
-            " allgather_bucket_size",
-        ),
+        f"{_ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer": "_grad_acc_hooks clear_backward_seen_flag process_gradients"
+        " round_robin_bit16_groups round_robin_bit16_offsets partition_size real_dp_process_group"
+        " single_partition_of_fp32_groups parallel_partitioned_bit16_groups bit16_groups bit16_groups_flat"
+        " averaged_gradients all_grad_tensors cpu_offload micro_step_id nccl_start_alignment_factor"
+        " allgather_bucket_size _offload_accumulated_param_ids _wait_for_offload_copies reset_cpu_buffers",
+        f"{_ZERO}.stage_1_and_2:GradPartitionBufferGroup": "flat_partition",
+        "deepspeed.runtime.utils:all_gather_dp_groups": "groups_flat partitioned_param_groups dp_process_group"
+        " start_alignment_factor allgather_bucket_size",
         # stage 3
-        Needed(
-            _STAGE3,
-            stores="fp16_groups grad_position fp32_partitioned_groups_flat fp16_partitioned_groups_flat ipg_buckets"
-            " micro_step_id parameter_offload _epilogue_ran_this_backward"
-            " _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
-        ),
-        Needed(
-            f"{_STAGE3}._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
-            takes="self, communication_data_type",
-        ),
-        Needed(f"{_STAGE3}.get_param_id", takes="self, param"),
-        Needed(f"{_STAGE3}.reduce_ready_partitions_and_remove_grads", takes="self, param"),
-        Needed(f"{_STAGE12}.process_gradients", takes="self, param, i"),
-        Needed(f"{_STAGE3}._reassign_or_swap_out_partitioned_parameters", takes="self, sub_group_id"),
-        Needed(f"{_STAGE3}.invalidate_secondary_tensor", takes="self"),
-        *(Needed(f"{_OFFLOAD}.{name}", takes="self") for name in ("partition_all_parameters", "get_param_coordinator")),
-        Needed(_COORDINATOR, stores="hierarchy"),
-        Needed(f"{_COORDINATOR}.reset_step", takes="self"),
-        Needed(f"{_ZERO}.parameter_offload:FWD_MODULE_STACK"),
-        Needed(f"{_COORDINATOR}.trace_prologue", takes="self, sub_module"),
-        Needed(f"{_COORDINATOR}.is_record_trace", takes="self"),
-        Needed(f"{_COORDINATOR}.record_module", takes="self, sub_module"),
-        Needed(f"{_COORDINATOR}.fetch_sub_module", takes="self, current_submodule, forward"),
-        Needed(f"{_COORDINATOR}.release_sub_module", takes="self, submodule, forward"),
-        Needed(f"{_ZERO}.partition_parameters:_init_external_params", stores="_external_params all_parameters"),
-        Needed(_OFFLOAD, stores="ds_id ds_inflight_param_registry ds_recompute_parameters forward_hooks"),
-        Needed("deepspeed.utils:z3_leaf_module", takes="model"),
-    ),
+        f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3": f"{_REDUCE_BUCKET} _grad_acc_hooks clear_backward_seen_flag"
+        " fp16_groups grad_position fp32_partitioned_groups_flat fp16_partitioned_groups_flat ipg_buckets"
+        " micro_step_id parameter_offload _epilogue_ran_this_backward get_param_id"
+        " _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition reduce_ready_partitions_and_remove_grads"
+        " _reassign_or_swap_out_partitioned_parameters invalidate_secondary_tensor",
+    },
 )
 
 ACCELERATORS = ("cpu", "cuda", "xpu", "hpu")
@@ -357,9 +317,6 @@ def _without_marks(p: Any) -> None:
     for name in list(filter(is_on_parameters, vars(p))):
         delattr(p, name)
 
-
-_TO_RELEASE = "_PartitionedParameterCoordinator__params_to_release"
-_REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 
 # -- one backward --------------------------------------------------------------------------------------------------
 

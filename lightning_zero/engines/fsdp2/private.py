@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from lightning_zero.host import in_large_pages
-from lightning_zero.private.check import Library, Needed, importing
+from lightning_zero.private.check import Library, importing
 from lightning_zero.private.torch import (
     TESTED,
     VERSION,
@@ -35,98 +35,43 @@ from lightning_zero.private.torch import (
 )
 
 _HOME = "torch.distributed.fsdp._fully_shard"
-_GROUP, _PARAM = f"{_HOME}._fsdp_param_group:FSDPParamGroup", f"{_HOME}._fsdp_param:FSDPParam"
 _WAITS_APART = VERSION < (2, 15)
 """Whether gradients of earlier micro-batches wait for their reduction in ``unsharded_accumulated_grad``, in the dtype
 of the reduction. Since torch 2.15 they stay on the user's parameter, with that dtype as its ``grad_dtype``."""
 FULLY_SHARD = Library(
     "torch",
     TESTED,
-    (
-        Needed(f"{_HOME}._fsdp_param_group:RegisterPostBackwardFunction.generate_vmap_rule"),
-        Needed(f"{_GROUP}._register_post_backward_hook", takes="self, args, kwargs"),
-        Needed(f"{_GROUP}.post_backward", takes="self", stores="reduce_grads all_reduce_grads"),
-        Needed(f"{_GROUP}.pre_backward", takes="self, default_prefetch"),
-        Needed(f"{_GROUP}.pre_forward", takes="self, module, args, kwargs"),
-        Needed(f"{_GROUP}.post_forward", takes="self, module, input, output"),
-        Needed(f"{_GROUP}.finalize_backward", takes="self"),
-        Needed(f"{_GROUP}.unshard", takes="self, async_op"),
-        Needed(f"{_GROUP}.wait_for_unshard", takes="self"),
-        Needed(f"{_GROUP}.reshard", takes="self"),
-        Needed(f"{_GROUP}._to_sharded", takes="self"),
-        Needed(f"{_GROUP}._to_unsharded", takes="self"),
-        Needed(f"{_GROUP}.is_sharded"),
-        Needed(f"{_GROUP}.is_unsharded"),
-        Needed(f"{_GROUP}._all_gather_process_group"),
-        Needed(
-            f"{_GROUP}.__init__",
-            stores="fsdp_params device mesh_info post_forward_mesh_info unshard_in_backward _training_state"
-            " _all_gather_result _post_forward_indices _module_to_pre_save_state_dict_hook_handle"
-            " _module_to_pre_load_state_dict_hook_handle",
-        ),
-        Needed(
-            _GROUP,
-            sets="_training_state _all_gather_result post_forward_mesh_info reduce_grads all_reduce_grads unshard"
-            " wait_for_unshard reshard post_backward pre_backward finalize_backward",
-        ),
-        Needed(f"{_HOME}._fsdp_common:TrainingState.PRE_BACKWARD"),
-        Needed(f"{_HOME}._fsdp_common:TrainingState.IDLE"),
-        Needed(f"{_HOME}._fsdp_collectives:_get_param_all_gather_inputs", takes="fsdp_params"),
-        Needed(
-            f"{_HOME}._fsdp_collectives:AllGatherResult",
-            takes="all_gather_output, all_gather_event, all_gather_work, param_all_gather_input_dtypes,"
-            " param_all_gather_input_numels, all_gather_input_split_sizes",
-        ),
-        Needed(
-            f"{_PARAM}.init_all_gather_outputs",
-            takes="self, all_gather_input_numels, all_gather_input_dtypes, world_size, device",
-        ),
-        Needed(f"{_PARAM}.alloc_all_gather_outputs", takes="self"),
-        Needed(f"{_PARAM}.init_unsharded_param", takes="self"),
-        Needed(f"{_PARAM}.free_unsharded_param", takes="self"),
-        Needed(f"{_PARAM}._setattr_on_modules", takes="self, param"),
-        Needed(f"{_PARAM}.reset_sharded_param", takes="self"),
-        *(
-            (
-                Needed(f"{_PARAM}.to_accumulated_grad_if_needed", takes="self"),
-                Needed(_PARAM, stores="unsharded_accumulated_grad", sets="unsharded_accumulated_grad"),
-            )
-            if _WAITS_APART
-            else (
-                Needed(f"{_PARAM}.unsharded_grad_dtype"),
-                Needed(f"{_HOME}._fsdp_param_group:FSDPCommContext", stores="_last_post_reduce_events"),
-            )
-        ),
-        Needed(f"{_HOME}._fsdp_param:ShardedState.UNSHARDED"),
-        Needed(
-            _PARAM,
-            stores="all_gather_outputs sharded_param padded_sharded_param_size param_dtype reduce_dtype orig_dtype"
-            " _sharded_param_data _unsharded_param _module_info _post_load_hook_handle"
-            " shared_modules shared_param_names _orig_size _contiguous_orig_stride sharded_state",
-            sets="sharded_param _sharded_param_data _unsharded_param _setattr_on_modules reset_sharded_param"
-            " free_unsharded_param",
-        ),
-        Needed(f"{_HOME}._fsdp_state:FSDPState._lazy_init", takes="self"),
-        Needed(f"{_HOME}._fsdp_state:FSDPState._pre_backward", takes="self, grad"),
-        Needed(f"{_HOME}._fsdp_state:FSDPState._root_pre_forward", takes="self, module, args, kwargs"),
-        Needed(
-            f"{_HOME}._fsdp_param_group:FSDPCommContext",
-            stores="all_gather_state all_gather_copy_in_stream all_gather_stream",
-        ),
-        Needed(
-            f"{_HOME}._fsdp_state:FSDPState",
-            stores="_state_ctx _comm_ctx _training_state _modules _pre_forward_hook_handle _post_forward_hook_handle"
-            " iter_forward_root post_forward_order all_states",
-        ),
-        Needed(f"{_HOME}._fsdp_state:_get_module_fsdp_state", takes="module"),
-        Needed(f"{_HOME}._fully_shard:FSDPModule._orig_cls_mro_index"),
-        Needed("torch.distributed.fsdp:fully_shard", stores="_is_fsdp_managed_module _fsdp_use_orig_params"),
-        Needed("torch.distributed._composable.contract:REGISTRY_KEY"),
-        Needed("torch.distributed._composable.contract:STATE_KEY"),
-        Needed("torch.distributed._composable_state:_module_state_mapping"),
-        Needed("torch:_C._DisableFuncTorch"),
-        Needed("torch.autograd:_unsafe_preserve_version_counter"),
-    ),
+    {
+        f"{_HOME}._fsdp_param_group:FSDPParamGroup": "fsdp_params device mesh_info post_forward_mesh_info"
+        " _training_state reduce_grads all_reduce_grads unshard_in_backward _register_post_backward_hook"
+        " pre_forward post_forward pre_backward post_backward finalize_backward unshard wait_for_unshard reshard"
+        " is_sharded is_unsharded _to_sharded _to_unsharded _all_gather_process_group _all_gather_result"
+        " _post_forward_indices _module_to_pre_save_state_dict_hook_handle"
+        " _module_to_pre_load_state_dict_hook_handle",
+        f"{_HOME}._fsdp_param_group": "RegisterPostBackwardFunction.generate_vmap_rule",
+        f"{_HOME}._fsdp_param:FSDPParam": "sharded_param _sharded_param_data padded_sharded_param_size"
+        " _unsharded_param _module_info shared_modules shared_param_names param_dtype reduce_dtype orig_dtype"
+        " _orig_size _contiguous_orig_stride sharded_state all_gather_outputs init_all_gather_outputs"
+        " alloc_all_gather_outputs init_unsharded_param free_unsharded_param _setattr_on_modules"
+        " reset_sharded_param _post_load_hook_handle "
+        + ("unsharded_accumulated_grad to_accumulated_grad_if_needed" if _WAITS_APART else "unsharded_grad_dtype"),
+        f"{_HOME}._fsdp_param": "ShardedState.UNSHARDED",
+        f"{_HOME}._fsdp_common": "TrainingState.PRE_BACKWARD TrainingState.IDLE",
+        f"{_HOME}._fsdp_collectives": "_get_param_all_gather_inputs",
+        f"{_HOME}._fsdp_collectives:AllGatherResult": "all_gather_output all_gather_event all_gather_work"
+        " param_all_gather_input_dtypes param_all_gather_input_numels all_gather_input_split_sizes",
+        f"{_HOME}._fsdp_param_group:FSDPCommContext": "all_gather_state all_gather_copy_in_stream all_gather_stream"
+        + ("" if _WAITS_APART else " _last_post_reduce_events"),
+        f"{_HOME}._fsdp_state:FSDPState": "_state_ctx _comm_ctx _training_state _modules _pre_forward_hook_handle"
+        " _post_forward_hook_handle iter_forward_root post_forward_order all_states _lazy_init _pre_backward"
+        " _root_pre_forward",
+        f"{_HOME}._fsdp_state": "_get_module_fsdp_state",
+        f"{_HOME}._fully_shard": "FSDPModule._orig_cls_mro_index",
+        "torch.distributed.fsdp:fully_shard": "_is_fsdp_managed_module _fsdp_use_orig_params",
+        "torch.distributed._composable.contract": "REGISTRY_KEY STATE_KEY",
+        "torch.distributed._composable_state": "_module_state_mapping",
+        "torch": "_C._DisableFuncTorch autograd._unsafe_preserve_version_counter",
+    },
 )
 with importing(FULLY_SHARD):
     from torch.distributed import _composable_state
