@@ -1,7 +1,7 @@
 """Prints the lines of each room of the package (its files and folders; see docs/architecture.md), and of the tests.
 
-    python benchmarks/rooms.py            # this tree
-    python benchmarks/rooms.py FOLDER     # a checkout of another version
+python benchmarks/rooms.py            # this tree
+python benchmarks/rooms.py FOLDER     # a checkout of another version
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,7 +46,6 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.comm.barrier import FORWARD, Barrier
 from lightning_zero.comm.shards import before_host_write, gathered, local, mesh_device, rows_of
-from lightning_zero.engines.graphs import end_graph
 from lightning_zero.engines.refusals import refuse_tracing, warn_of_views
 from lightning_zero.engines.torch_functions import (
     AS_THEY_ARE,
@@ -67,6 +66,7 @@ from lightning_zero.private.torch import (
     never_a_frame,
     outside_transforms,
     pause_dynamo,
+    pytree,
     users_of,
     version_of,
 )
@@ -147,10 +147,6 @@ class Store(Protocol):
     def key_of(self, p: Tensor) -> int:
         """The key of a user parameter."""
 
-    def key_of_sharded(self, tensor: DTensor) -> int | None:
-        """The key of an optimizer state that the engine keeps as a shard; ``None`` for a ``DTensor`` of user code, on
-        which calls run unchanged."""
-
     def parameters(self, key: int) -> Sequence[Tensor]:
         """The user's parameters of ``key``; empty if the key is of gradients or of a state."""
 
@@ -163,8 +159,8 @@ class Store(Protocol):
     def gather(self, key: int) -> list[Tensor]:
         """The full tensors of ``key``, in memory that the caller owns (collective)."""
 
-    def open(self, key: int, values: list[Tensor]) -> list[Tensor]:
-        """Allocates full memory for the user's tensors of ``key``, copies ``values`` into it; returns the tensors."""
+    def open(self, key: int, values: list[Tensor]) -> None:
+        """Allocates full memory for the user's tensors of ``key``, and copies ``values`` into it."""
 
     def close(self, key: int) -> None:
         """Copies this rank's rows of the user's tensors of ``key`` to its shards; frees full memory, or leaves it to
@@ -179,8 +175,8 @@ class Store(Protocol):
     def shard_of(self, p: Tensor) -> Tensor:
         """The tensor that has the dtype, device and shape of a parameter: its shard, if that is a ``DTensor``."""
 
-    def address(self, tensor: Tensor) -> int:
-        """A number that identifies a parameter, or a tensor with :meth:`key_of_sharded`, during the run."""
+    def address(self, p: Tensor) -> int:
+        """A number that identifies a parameter during the run."""
 
     def name(self, key: int) -> str:
         """The name of ``key`` in errors."""
@@ -295,8 +291,6 @@ class _Open(NamedTuple):
     nbytes: int
     by_all: bool
     """Whether all ranks have opened the key."""
-    full: Tensor | None
-    """The full tensor of an optimizer state."""
 
 
 _WATCHED = frozenset([*BACKWARDS, *IN_PLACE_COLLECTIVES])
@@ -388,17 +382,13 @@ class Residency:
         parameters stay gathered until the backward is over."""
         keys: dict[int, None] = {}
         away: list[Tensor] = []
-        self._look_at(tensors, keys, away, [])
+        self._look_at(tensors, keys, away)
         self._make_there(keys, away, brings)
 
     def before_transform(self, value: Any) -> Any:
         """Touches ``value``, which ``torch.func`` is about to wrap in another object. Returns what it must wrap."""
-        keys: dict[int, None] = {}
-        away: list[Tensor] = []
-        sharded: list[DTensor] = []
-        self._look_at([value], keys, away, sharded)
-        self._make_there(keys, away, torch.is_grad_enabled())
-        return self._full_of(value) if sharded else value
+        self.touch([value], brings=torch.is_grad_enabled())
+        return value
 
     def _make_there(self, keys: dict[int, None], away: list[Tensor], brings: bool) -> None:
         if (brings or self._store.only_brings) and not self._is_between():
@@ -420,8 +410,8 @@ class Residency:
         with _quietly():
             values, by_all = self.gather(key)
             nbytes = sum(value.nbytes for value in values)
-            full = self._store.open(key, values)
-        self._open[key] = _Open(nbytes, by_all, full[0] if full else None)
+            self._store.open(key, values)
+        self._open[key] = _Open(nbytes, by_all)
 
     def gather(self, key: int) -> tuple[list[Tensor], bool]:
         """Returns the full tensors of ``key``, and whether all ranks have requested them (collective)."""
@@ -466,21 +456,16 @@ class Residency:
             return func(*args, **kwargs)
         if name.endswith("_like") or name in _OF_LAYOUT or func in _GETTERS_OF_LAYOUT:
             return self._of_layout(func, args, kwargs)
-        if name == "__deepcopy__" and self._is_state(first):
-            return self._deep_copy(first, args[1])
         if func in IN_PLACE_COLLECTIVES and own:
             self._store.before_collective(args)
         keys: dict[int, None] = {}
         away: list[Tensor] = []
-        sharded: list[DTensor] = []
-        touched = self._look_at([*args, *kwargs.values()], keys, away, sharded)
-        if not (touched or sharded or keys or away):
+        touched = self._look_at([*args, *kwargs.values()], keys, away)
+        if not (touched or keys):
             return func(*args, **kwargs)
         if self._dumps and name == "detach" and id(first) in own:
             return self._store.shard_of(args[0]).detach()
         self._make_there(keys, away, torch.is_grad_enabled() and func not in _WITHOUT_GRAPH)
-        if sharded:
-            return self._on_full(func, args, kwargs, sharded)
         result = func(*args, **kwargs)
         if func in IN_PLACE_COLLECTIVES:  # they do not increase the version counter
             for p in filter(self._store.is_there, touched):
@@ -521,7 +506,7 @@ class Residency:
         if func == _DATA.__set__:
             self.touch(args)
             with _quietly():
-                return store.assign_data(p, self._full_of(args[1]))
+                return store.assign_data(p, args[1])
         if func == _DATA.__get__:
             if self._dumps:
                 return store.shard_of(p).detach()
@@ -552,9 +537,7 @@ class Residency:
         def known(value: Any) -> Any:
             if id(value) in own and not self._store.is_there(value):
                 value = self._store.shard_of(value)
-            elif not self._is_state(value):
-                return value
-            shards.add(id(value))
+                shards.add(id(value))
             return value
 
         if func.__name__ == "data_ptr":
@@ -568,56 +551,19 @@ class Residency:
         args = [_stand_in(value) if id(value) in shards and isinstance(value, DTensor) else value for value in args]
         return func(*args, **kwargs)
 
-    def _is_state(self, value: Any) -> TypeGuard[DTensor]:
-        return isinstance(value, DTensor) and self._store.key_of_sharded(value) is not None
-
     def _pointer(self, tensor: Any) -> int:
         """The address of ``tensor``. User code recognizes tied parameters by it, so two parameters must not get one
         address in turn: beyond the budget, the result is a number that identifies the parameter."""
-        shard: Tensor | None = tensor if self._is_state(tensor) else None
         if id(tensor) in self._store.own and not self._store.is_there(tensor):
-            shard = self._store.shard_of(tensor)
-        if shard is not None and shard.nbytes + sum(each.nbytes for each in self._open.values()) > self._budget_bytes:
-            return self._store.address(tensor)
+            nbytes = self._store.shard_of(tensor).nbytes + sum(each.nbytes for each in self._open.values())
+            if nbytes > self._budget_bytes:
+                return self._store.address(tensor)
         self.touch([tensor])
-        return int(self._full_of(tensor).data_ptr())
+        return int(tensor.data_ptr())
 
-    def _on_full(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], sharded: Sequence[DTensor]
-    ) -> Any:
-        """Calls ``func`` with full tensors instead of sharded states."""
-        shard_of = {id(self._full_of(tensor)): tensor for tensor in sharded}
-        full = [self._full_in(value) for value in args]
-        result = func(*full, **{key: self._full_in(value) for key, value in kwargs.items()})
-        return shard_of.get(id(result), result)
-
-    def _full_in(self, value: Any) -> Any:
-        if type(value) in (list, tuple):
-            return type(value)(map(self._full_in, value))
-        return self._full_of(value)
-
-    def _full_of(self, tensor: Any) -> Any:
-        if not isinstance(tensor, DTensor):
-            return tensor
-        key = self._store.key_of_sharded(tensor)
-        if key is None:
-            return tensor
-        full = self._open[key].full
-        assert full is not None
-        return full
-
-    def _deep_copy(self, tensor: DTensor, memo: dict[int, Any]) -> Tensor:
-        """Copies the full tensor. The key in ``memo`` is the id of ``tensor``: a temporary's id would be reused."""
-        if id(tensor) not in memo:
-            self.touch([tensor])
-            memo[id(tensor)] = self._full_of(tensor).detach().clone().requires_grad_(tensor.requires_grad)
-        return memo[id(tensor)]
-
-    def _look_at(
-        self, values: Iterable[Any], keys: dict[int, None], away: list[Tensor], sharded: list[DTensor]
-    ) -> list[Tensor]:
-        """Returns the user's parameters among ``values``. Adds resharded ones to ``away``, states to ``sharded``, and
-        the keys of states and gradients to ``keys``."""
+    def _look_at(self, values: Iterable[Any], keys: dict[int, None], away: list[Tensor]) -> list[Tensor]:
+        """Returns the user's parameters among ``values``. Adds resharded ones to ``away``, and the keys of closed
+        gradients and states to ``keys``."""
         own, store = self._store.own, self._store
         found: list[Tensor] = []
         for value in values:
@@ -629,17 +575,13 @@ class Residency:
                 if not store.is_there(value):
                     away.append(value)
             elif kind in (list, tuple):
-                found += self._look_at(value, keys, away, sharded)
+                found += self._look_at(value, keys, away)
             elif kind is dict:
-                found += self._look_at(value.values(), keys, away, sharded)
-            elif isinstance(value, DTensor):
-                if (key := store.key_of_sharded(value)) is not None:
-                    sharded.append(value)
-                    keys[key] = None
+                found += self._look_at(value.values(), keys, away)
             elif isinstance(value, Resharded):
                 keys[value.key] = None
             elif isinstance(value, (list, tuple)):
-                found += self._look_at(value, keys, away, sharded)
+                found += self._look_at(value, keys, away)
         return found
 
     def computed(self, params: Sequence[Tensor], result: Any, func: Any = None, first: Any = None) -> None:
@@ -663,49 +605,47 @@ class Residency:
         self.touch(params)
 
 
-class _NoParameters:
-    """A :class:`Store` of shards without parameters."""
-
-    own: Mapping[int, Any] = {}
-    hides_shapes = only_brings = False
-
-    def __init__(self) -> None:
-        self._shards: list[DTensor] = []
-
-    def key_of_sharded(self, tensor: DTensor) -> int:
-        for key, shard in enumerate(self._shards):
-            if shard is tensor:
-                return key
-        self._shards.append(tensor)
-        return len(self._shards) - 1
-
-    def parameters(self, key: int) -> Sequence[Tensor]:
-        return ()
-
-    def backward(self, func: Any, run: Callable[[], Any]) -> Any:
-        return run()
-
-    def gather(self, key: int) -> list[Tensor]:
-        return [gathered(self._shards[key]).clone()]
-
-    def is_held(self, key: int) -> bool:
-        return users_of(self._full[key].untyped_storage()) > 1
-
-    def open(self, key: int, values: list[Tensor]) -> list[Tensor]:
-        self._full = {**getattr(self, "_full", {}), key: values[0]}
-        return values
-
-    def close(self, key: int) -> None:
-        store_rows(self._full.pop(key), self._shards[key])
-
-
 @contextmanager
 def showing_full() -> Iterator[None]:
     """Context in which user code reads and writes the full tensors of shards (collective)."""
-    residency = Residency(_NoParameters())  # type: ignore[arg-type]
-    with residency.mode:
+    mode = _ShowingFull()
+    with mode:
         yield
-    residency.end_window()
+    mode.store(keep=0)
+
+
+class _ShowingFull(TorchFunctionMode):
+    """Calls torch functions with full tensors in place of shards; at most :data:`BUDGET_BYTES` of them stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._full: dict[int, tuple[DTensor, Tensor]] = {}  # by id of the shard, in the order of gathering
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        shards = [t for t in tensors_in((*args, *(kwargs or {}).values())) if isinstance(t, DTensor)]
+        if not shards or needs_no_values(func):
+            return func(*args, **(kwargs or {}))
+        for shard in shards:
+            found = self._full.pop(id(shard), None)
+            self._full[id(shard)] = (shard, gathered(shard).clone()) if found is None else found
+        self.store(keep=len(shards))
+        args, kwargs = pytree.tree_map(self._full_of, (tuple(args), kwargs or {}))
+        result = func(*args, **kwargs)
+        return next((shard for shard in shards if result is self._full_of(shard)), result)
+
+    def _full_of(self, value: Any) -> Any:
+        return self._full[id(value)][1] if isinstance(value, DTensor) else value
+
+    def store(self, keep: int) -> None:
+        """Stores all full tensors, or as many of the oldest as exceed the budget if the latest are to be kept."""
+        total = sum(full.nbytes for _, full in self._full.values())
+        with DisableTorchFunction():
+            while len(self._full) > keep and (not keep or total > BUDGET_BYTES):
+                shard, full = self._full.pop(next(iter(self._full)))
+                store_rows(full, shard)
+                total -= full.nbytes
 
 
 _ALIASES = VIEWS | {"detach"}
@@ -745,7 +685,7 @@ def _stand_in(shard: DTensor) -> Tensor:
 
 
 class Resharded(Tensor):
-    """Class of a gradient or state while it is closed; while it is open, it is a plain tensor."""
+    """Class of a gradient or optimizer state while it is closed; while it is open, it is a plain tensor."""
 
     key: int
     residency: Residency | None
@@ -793,6 +733,59 @@ class Resharded(Tensor):
             return func(*args, **(kwargs or {}))
 
 
+class States:
+    """Optimizer states between steps: tensors of full shape in ``optimizer.state``, which are opened when touched.
+
+    All ranks must create them in the same order, because that order gives the keys.
+
+    Args:
+        first: The lowest key.
+    """
+
+    residency: Residency
+
+    def __init__(self, first: int) -> None:
+        self._next = first
+        self._by_key: dict[int, tuple[weakref.ref[Any], Any]] = {}  # the full tensor, and this rank's part
+        self._keys: dict[int, int] = {}  # id of the full tensor -> its key
+
+    def show(self, part: Any, like: Tensor, device: torch.device) -> Tensor:
+        """Creates the tensor that user code sees for ``part``, with the shape and dtype of ``like``."""
+        full: Any = torch.empty(like.shape, dtype=like.dtype, device=device)
+        key, number = self._next, id(full)
+
+        def forget(reference: Any) -> None:
+            self._by_key.pop(key, None)
+            self._keys.pop(number, None)
+
+        self._next += 1
+        self._by_key[key], self._keys[number] = (weakref.ref(full, forget), part), key
+        Resharded.close(full, key, self.residency)
+        return full  # type: ignore[no-any-return]
+
+    def part_of(self, value: Any) -> Any:
+        """The part that ``value`` shows; ``None`` for other values."""
+        key = self._keys.get(id(value))
+        return None if key is None else self._by_key[key][1]
+
+    def part(self, key: int) -> Any:
+        if key not in self._by_key:
+            raise RuntimeError("read of an optimizer state that other ranks do not have: read it on every rank")
+        return self._by_key[key][1]
+
+    def tensor(self, key: int) -> Any:
+        """The full tensor with this ``key``; ``None`` if nobody holds it any more."""
+        return self._by_key[key][0]() if key in self._by_key else None
+
+    def replace_by_parts(self, entries: Iterable[dict[str, Any]]) -> None:
+        """Ends the run: ``entries``, the states of each parameter, hold the parts from now on."""
+        for entry in entries:
+            entry.update((name, part) for name, value in entry.items() if (part := self.part_of(value)) is not None)
+        for key in list(self._by_key):
+            if (full := self.tensor(key)) is not None:
+                full.residency = None
+
+
 class Mode(TorchFunctionMode):
     """Passes each torch call to ``residency``."""
 
@@ -810,8 +803,6 @@ class Mode(TorchFunctionMode):
         if not compiles and self._residency.passes(func, args, kwargs):
             return func(*args)
         if compiles:
-            if any(isinstance(value, DTensor) for value in args):
-                end_graph()  # the call is repeated outside of the graph
             return as_traced(func)(*args, **(kwargs or {}))
         before = pause_dynamo(None)
         try:

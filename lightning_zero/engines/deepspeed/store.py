@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
 
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.gradients import Gradients
@@ -101,9 +100,6 @@ class DeepSpeedStore:
     def key_of(self, p: Tensor) -> int:
         return self._own[id(p)]
 
-    def key_of_sharded(self, tensor: DTensor) -> int | None:
-        return None
-
     def parameters(self, key: int) -> Sequence[Tensor]:
         return [self._params[key]] if key < len(self._params) else ()
 
@@ -122,9 +118,9 @@ class DeepSpeedStore:
     def shard_of(self, p: Tensor) -> Tensor:
         return p.new_empty(()).expand(private.full_shape(p))
 
-    def address(self, tensor: Tensor) -> int:
-        cut = private.cut_of(tensor)
-        return (tensor if cut is None else cut).data_ptr() or id(tensor)
+    def address(self, p: Tensor) -> int:
+        cut = private.cut_of(p)
+        return (p if cut is None else cut).data_ptr() or id(p)
 
     # -- opening and closing -------------------------------------------------------------------------------------
 
@@ -142,10 +138,9 @@ class DeepSpeedStore:
             return [p.data if self.is_here(key) else private.gathered_copy(p)]
         return [self._gradients.assembled(self._params[key - num])]
 
-    def open(self, key: int, values: list[Tensor]) -> list[Tensor]:
+    def open(self, key: int, values: list[Tensor]) -> None:
         if not self.is_here(key):
             set_data(self._params[key], values[0])
-        return []
 
     def is_held(self, key: int) -> bool:
         p = self._params[key]

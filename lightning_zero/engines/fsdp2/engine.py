@@ -67,7 +67,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.comm.shards import gathered, local, to_host
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.after_run import leave_states
+from lightning_zero.engines.after_run import entries, leave_states
 from lightning_zero.engines.base import Engine, undetached_state_dict
 from lightning_zero.engines.compiled import CompiledUnits
 from lightning_zero.engines.fsdp2 import full_state, private
@@ -192,7 +192,7 @@ class Fsdp2Engine(Engine):
             self._identity.own, self._groups, self._assigned, self._writes, self._views, names, self
         )
         self.reside(self._store, lambda: self._phase is Phase.BETWEEN)
-        self._assigned.residency = self.residency
+        self._assigned.residency = self._store.states.residency = self.residency
         self._other_paths = OtherPaths(sharded.units, self._identity, self._is_in_step)
 
     def _register_hooks(self, sharded: Sharded) -> None:
@@ -486,9 +486,10 @@ class Fsdp2Engine(Engine):
 
     def sharded_step(self, optimizer: Optimizer, declared: Collection[str]) -> ShardedStep:
         events = self.settle, self._begin_full, self._full_step
+        shards, states = self._identity.shards, self._store.states
         if self._files is None:
-            return ShardedStep(optimizer, Rows(self._identity.shards, *events), declared, self._on_host)
-        parts = Rows(self._identity.shards, *events, keep=self._files.keep)
+            return ShardedStep(optimizer, Rows(shards, states, *events), declared, self._on_host)
+        parts = Rows(shards, states, *events, keep=self._files.keep)
         return ShardedStep(optimizer, parts, declared, self._on_host, self._files.creating_states)
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
@@ -505,10 +506,15 @@ class Fsdp2Engine(Engine):
         with self._in(Phase.DUMP), self.residency.dumping(), torch.no_grad(), self.view():
             state = undetached_state_dict(self.module)
         with torch.no_grad(), DisableTorchFunction():
-            return full_state.detached_shards(state, self._identity.shards)
+            return self.in_shards(state)
 
     def in_shards(self, state: dict[str, Any]) -> dict[str, Any]:
-        return full_state.detached_shards(state, self._identity.shards)
+        return full_state.detached_shards(state, self._shard_of)
+
+    def _shard_of(self, tensor: Tensor) -> Tensor:
+        """The shard of a parameter or of a state; any other ``tensor`` itself."""
+        shard: Tensor | None = self._store.states.part_of(tensor)
+        return self._identity.shards.get(tensor, tensor) if shard is None else shard
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -517,7 +523,7 @@ class Fsdp2Engine(Engine):
         with DisableTorchFunction():
             in_files = None if self._files is None else self._files.holds
             place = partial(place_of, device=self.device, shards_on_host=self._on_host, in_files=in_files)
-            return full_state.model_state(self._sharded, self._identity, optimizers, place)
+            return full_state.model_state(self._sharded, self._identity, self._store.states, optimizers, place)
 
     def restore(self, full: bool) -> None:
         self.end_residency()
@@ -543,6 +549,7 @@ class Fsdp2Engine(Engine):
                 optimizer.__dict__.pop("zero_grad", None)
             for unit in self._sharded.units:
                 private.undo(unit)
+            self._store.states.replace_by_parts(entries(self.optimizers or ()))
             leave_states(self.optimizers or (), self.config.after_fit == "whole" and full, moves=full)
             if full:
                 self._transport.close()

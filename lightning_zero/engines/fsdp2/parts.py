@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.later import full_value
-from lightning_zero.comm.shards import as_shard, local, shard_like
+from lightning_zero.comm.shards import as_shard, local, mesh_device, shard_like
 from lightning_zero.engines.after_run import LeftState
+from lightning_zero.engines.residency import States
 
 
 class Rows:
@@ -21,6 +22,7 @@ class Rows:
 
     Args:
         shards: The user's parameters -> their shards.
+        states: Shows states to user code.
         keep: Moves a state to its file, with offload to NVMe.
         settle, begin_full, full_step: Methods of the engine.
     """
@@ -28,12 +30,13 @@ class Rows:
     def __init__(
         self,
         shards: Mapping[Tensor, DTensor],
+        states: States,
         settle: Callable[[], None],
         begin_full: Callable[[], None],
         full_step: Callable[[bool], AbstractContextManager[None]],
         keep: Callable[[Tensor], Tensor] = lambda state: state,
     ) -> None:
-        self._shards, self._keep = shards, keep
+        self._shards, self._states, self._keep = shards, states, keep
         self.settle, self.begin_full, self.full_step = settle, begin_full, full_step
 
     def of(self, p: Tensor) -> Tensor | None:
@@ -65,7 +68,9 @@ class Rows:
         return local(shard_like(full, shard, full.dtype))
 
     def of_state(self, value: Any) -> Tensor | None:
-        return local(value) if isinstance(value, DTensor) else None
+        shard = self._states.part_of(value)
+        return None if shard is None else local(shard)
 
     def state(self, p: Tensor, part: Tensor) -> Tensor:
-        return as_shard(self._keep(part), self._shards[p])
+        shard = as_shard(self._keep(part), self._shards[p])
+        return self._states.show(shard, shard, mesh_device(shard))

@@ -9,7 +9,7 @@ shard. It is opened elsewhere in mixed precision, where the home has low precisi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -19,9 +19,8 @@ from lightning_zero.comm.shards import gathered_each, local
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.assigned import AssignedGradients
 from lightning_zero.engines.fsdp2.writes import Writes
-from lightning_zero.engines.optimizer_family import family, states
 from lightning_zero.engines.refusals import require_shape
-from lightning_zero.engines.residency import Views, store_rows
+from lightning_zero.engines.residency import Resharded, States, Views, store_rows
 from lightning_zero.private.torch import set_data, storage_key, users_of
 
 if TYPE_CHECKING:
@@ -56,8 +55,7 @@ class Fsdp2Store:
         self._views, self._names, self._engine, self.used = views, names, engine, engine.used
         self._keys = {id(p): key for key, group in enumerate(groups) for p in group.fsdp_params}
         self._elsewhere: set[int] = set()  # ids of ShardedParams whose parameter is currently outside its home
-        self._states: list[DTensor] = []  # refreshed whenever a key is looked up
-        self._full: dict[int, Tensor] = {}  # full tensors of open states, by key
+        self.states = States(2 * len(groups))
 
     # -- keys ----------------------------------------------------------------------------------------------------
 
@@ -76,25 +74,9 @@ class Fsdp2Store:
         shard: DTensor = self.own[id(p)].sharded_param
         return shard
 
-    def address(self, tensor: Tensor) -> int:
-        shard = self.shard_of(tensor) if id(tensor) in self.own else tensor
+    def address(self, p: Tensor) -> int:
+        shard = self.shard_of(p)
         return local(shard).data_ptr() or id(shard)
-
-    def key_of_sharded(self, tensor: DTensor) -> int | None:
-        for again in (False, True):
-            if again:
-                self._states = list(self._states_now())
-            for index, state in enumerate(self._states):
-                if state is tensor:
-                    return 2 * len(self._groups) + index
-        return None
-
-    def _states_now(self) -> Iterator[DTensor]:
-        for optimizer in self._engine.optimizers or ():
-            for state in states(family(optimizer)):
-                for entry in state.values():
-                    if isinstance(entry, dict):
-                        yield from (value for value in entry.values() if isinstance(value, DTensor))
 
     def name(self, key: int) -> str:
         num = len(self._groups)
@@ -118,26 +100,17 @@ class Fsdp2Store:
             return gathered_each([p.sharded_param for p in self._groups[key].fsdp_params])
         if key < 2 * num:
             return gathered_each([grad for _, grad in self._gradients.sharded(self._groups[key - num])])
-        self._states = list(self._states_now())
-        index = key - 2 * num
-        if index >= len(self._states):
-            raise RuntimeError("read of an optimizer state that other ranks do not have: read it on every rank")
-        return gathered_each([self._states[index]])
+        return gathered_each([self.states.part(key)])
 
-    def open(self, key: int, values: list[Tensor]) -> list[Tensor]:
+    def open(self, key: int, values: list[Tensor]) -> None:
         num = len(self._groups)
         if key < num:
             for p, value in zip(self._groups[key].fsdp_params, values, strict=True):
                 self._open_parameter(p, value)
-            return []
-        if key < 2 * num:
+        elif key < 2 * num:
             self._gradients.open(self._groups[key - num], values, key)
-            return []
-        self._full[key] = _apart(values[0], self._sharded(key))
-        return [self._full[key]]
-
-    def _sharded(self, key: int) -> DTensor:
-        return self._states[key - 2 * len(self._groups)]
+        elif (full := self.states.tensor(key)) is not None:
+            full.open(values[0])
 
     def _open_parameter(self, p: private.ShardedParam, value: Tensor) -> None:
         if private.home_dtype(p) == value.dtype:
@@ -154,7 +127,8 @@ class Fsdp2Store:
             return any(self._views.are_held(private.own_of(home.param), self._users(home)[1]) for home in homes)
         if key < 2 * num:
             return self._gradients.are_held(self._groups[key - num])
-        return users_of(self._full[key].untyped_storage()) > 1
+        full = self.states.tensor(key)
+        return full is not None and users_of(full.untyped_storage()) > 1
 
     def _users(self, home: private.Home) -> tuple[Any, int]:
         """Return the storage of a parameter, and the number of tensors in it that are not the engine's own."""
@@ -169,8 +143,9 @@ class Fsdp2Store:
             self._close_parameters(key)
         elif key < 2 * num:
             self._gradients.close(self._groups[key - num])
-        else:
-            store_rows(self._full.pop(key), self._sharded(key))
+        elif (full := self.states.tensor(key)) is not None:
+            store_rows(full, self.states.part(key))
+            Resharded.close(full, key, self.states.residency)
 
     def _close_parameters(self, key: int) -> None:
         group = self._groups[key]
