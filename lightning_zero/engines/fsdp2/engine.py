@@ -64,13 +64,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.comm.shards import gathered, local, to_host
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import entries, leave_states
 from lightning_zero.engines.base import Engine, undetached_state_dict
 from lightning_zero.engines.compiled import CompiledUnits
-from lightning_zero.engines.fsdp2 import full_state, private
+from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.assigned import AssignedGradients
 from lightning_zero.engines.fsdp2.cpu import Direct
 from lightning_zero.engines.fsdp2.files import FileShards
@@ -78,8 +79,10 @@ from lightning_zero.engines.fsdp2.identity import Identity
 from lightning_zero.engines.fsdp2.other_paths import OtherPaths
 from lightning_zero.engines.fsdp2.parts import Rows
 from lightning_zero.engines.fsdp2.sharding import (
+    Marks,
     Sharded,
     ShardPlan,
+    before_owner,
     make_mesh,
     offload_policy,
     plan_shards,
@@ -88,12 +91,11 @@ from lightning_zero.engines.fsdp2.sharding import (
     wait_for_host_copies,
 )
 from lightning_zero.engines.fsdp2.store import Fsdp2Store
-from lightning_zero.engines.fsdp2.traced import Marks, before_owner
 from lightning_zero.engines.fsdp2.transport import Transport
 from lightning_zero.engines.fsdp2.usage import LastUnit, Usage
 from lightning_zero.engines.fsdp2.writes import Writes
 from lightning_zero.engines.graphs import untraced
-from lightning_zero.engines.model_state import ModelState, place_of
+from lightning_zero.engines.model_state import ModelState, place_of, states_of
 from lightning_zero.engines.optimizer_step import ShardedStep
 from lightning_zero.engines.plain_copies import PlainCopies
 from lightning_zero.engines.precision import DtypePolicy
@@ -509,7 +511,12 @@ class Fsdp2Engine(Engine):
             return self.in_shards(state)
 
     def in_shards(self, state: dict[str, Any]) -> dict[str, Any]:
-        return full_state.detached_shards(state, self._shard_of)
+        """Replaces tensors by detached shards; a tied one stays one object under all its names."""
+        detached: dict[int, Tensor] = {}
+        shards: dict[str, Any] = map_tensors(
+            lambda path, t: detached.setdefault(id(t), self._shard_of(t).detach()), state
+        )
+        return shards
 
     def _shard_of(self, tensor: Tensor) -> Tensor:
         """The shard of a parameter or of a state; any other ``tensor`` itself."""
@@ -520,10 +527,25 @@ class Fsdp2Engine(Engine):
 
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
         self._assigned.settle()
+        state, replicated = ModelState(), set(self._sharded.replicated)
+        in_files = None if self._files is None else self._files.holds
+        place = partial(place_of, device=self.device, shards_on_host=self._on_host, in_files=in_files)
         with DisableTorchFunction():
-            in_files = None if self._files is None else self._files.holds
-            place = partial(place_of, device=self.device, shards_on_host=self._on_host, in_files=in_files)
-            return full_state.model_state(self._sharded, self._identity, self._store.states, optimizers, place)
+            for p in self._sharded.parameters:
+                state.add("parameters", p, place(p))
+                if p.grad is not None:
+                    state.add("gradients", p.grad, place(p.grad))
+            for each in (p for group in self._groups for p in group.fsdp_params):
+                copies, gradients = private.full_bytes(each)
+                state.add_bytes("parameters", copies, "device")
+                state.add_bytes("gradients", gradients, "device")
+            for p, value in states_of(optimizers):
+                shard = self._shard_of(value)
+                # other states, such as counters, are placed with their parameter
+                state.add(
+                    "optimizer", shard, place(shard if shard is not value or p in replicated else self._shard_of(p))
+                )
+            return state
 
     def restore(self, full: bool) -> None:
         self.end_residency()

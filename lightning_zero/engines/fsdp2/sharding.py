@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,6 +21,7 @@ from lightning_zero.engines.base import Root, refuse_late_hooks
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.files import FileShards
 from lightning_zero.engines.fsdp2.transport import Transport
+from lightning_zero.engines.graphs import untraced
 from lightning_zero.engines.materialize import Materializer
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.residency import showing_full
@@ -204,6 +205,29 @@ def _start_from_rank_0(tensors: Sequence[Tensor], device: torch.device) -> None:
 def root_owners(root: Root) -> set[nn.Module]:
     """Return the modules that hold the root unit's parameters."""
     return {m for group in private.groups(root) for _, places in private.registrations(group) for m, _ in places}
+
+
+@dataclass
+class Marks:
+    """All that compiled code reads of a run: one boolean, equal in every step. A change means recompilation."""
+
+    root_is_full: bool = False
+    """The root's parameters stay gathered until the engine says otherwise."""
+
+
+def before_owner(marks: Marks, gather: Callable[[], None]) -> Callable[..., None]:
+    """Return a forward pre-hook that gathers the root's parameters unless ``marks`` says they are gathered.
+
+    Dynamo inlines the hooks of every module in a compiled region, and a call that it must not trace breaks the graph.
+    At a unit the hooks of ``fully_shard`` break it anyway; here there is nothing to do inside a step.
+    """
+    gather = untraced(gather)
+
+    def hook(*unused: Any) -> None:
+        if not marks.root_is_full:
+            gather()
+
+    return hook
 
 
 def offload_policy(config: ZeroConfig, device: torch.device) -> OffloadPolicy:
