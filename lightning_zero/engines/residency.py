@@ -777,10 +777,12 @@ class States:
         """The full tensor with this ``key``; ``None`` if nobody holds it any more."""
         return self._by_key[key][0]() if key in self._by_key else None
 
-    def replace_by_parts(self, entries: Iterable[dict[str, Any]]) -> None:
-        """Ends the run: ``entries``, the states of each parameter, hold the parts from now on."""
+    def end(self, entries: Iterable[dict[str, Any]], left: Callable[[Any, Tensor], Any]) -> None:
+        """Ends the run: ``entries``, the states of each parameter, hold ``left(part, full tensor)`` from now on."""
         for entry in entries:
-            entry.update((name, part) for name, value in entry.items() if (part := self.part_of(value)) is not None)
+            for name, full in entry.items():
+                if (part := self.part_of(full)) is not None:
+                    entry[name] = left(part, full)
         for key in list(self._by_key):
             if (full := self.tensor(key)) is not None:
                 full.residency = None

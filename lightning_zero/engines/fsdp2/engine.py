@@ -571,7 +571,7 @@ class Fsdp2Engine(Engine):
                 optimizer.__dict__.pop("zero_grad", None)
             for unit in self._sharded.units:
                 private.undo(unit)
-            self._store.states.replace_by_parts(entries(self.optimizers or ()))
+            self._store.states.end(entries(self.optimizers or ()), lambda shard, full: shard)
             leave_states(self.optimizers or (), self.config.after_fit == "whole" and full, moves=full)
             if full:
                 self._transport.close()
