@@ -430,7 +430,7 @@ def _measured_peaks(pool: object, name: str, n: int, options: dict[str, object])
                 f"{each['peak'] / 2**20:.1f}",
                 f"{row.peak / each['peak'] - 1:+.1%}",
                 f"{row.sent_total / 2**10:.1f}",
-                f"{sent / 2**10:.1f}",
+                f"{sent / 2**10:.1f}" if row.stage else "–",
             )
         )
     return rows

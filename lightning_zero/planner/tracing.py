@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.config import ActivationCheckpointingConfig
@@ -24,6 +26,7 @@ from lightning_zero.planner.memory import Moment, Trace
 from lightning_zero.private.lightning import set_device, trainer_of
 from lightning_zero.private.torch import ITEM, TorchDispatchMode, in_backward, pytree
 
+_Module = TypeVar("_Module", bound=nn.Module)
 _INDEX = torch.ops.aten.index.Tensor
 
 
@@ -67,6 +70,12 @@ def shadow(
     return copied
 
 
+def structure_of(module: _Module) -> _Module:
+    """A copy of ``module`` on the meta device, for a plan after ``module`` has been sharded. Raises as :func:`shadow`
+    does."""
+    return cast(_Module, shadow(module, nullcontext(), torch.device("meta"), lambda name, t: t.dtype))
+
+
 class _FakeCopies(TorchFunctionMode):
     """Makes fake copies also of tensors that are neither parameters nor buffers, such as the states of metrics."""
 
@@ -103,7 +112,7 @@ class LiveBytes(TorchDispatchMode):
         if func is ITEM:
             dtype = args[0].dtype
             return hasattr(args[0], "of_all") if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-        if any(issubclass(type(t), nn.Parameter) for t in pytree.tree_leaves(args)):  # a fake one is of another class
+        if any(map(_is_real_parameter, pytree.tree_leaves(args))):
             raise NotTraceable("the step of the copy uses a parameter of the module itself")
         if func is _INDEX:
             args = args[0], [each for index in args[1] for each in _all_selected(index)], *args[2:]
@@ -161,7 +170,7 @@ def trace(
     if recompute is not None and (recompute.units is not None or watch.root):
         Recomputed(recompute, module, [unit.module for unit in units.units[:-1]], torch.device("cpu")).begin()
     try:
-        with live:
+        with live, register_module_forward_pre_hook(_refuse_layer):
             loss = step()
             watch.moment(watch.root)
             if isinstance(loss, Tensor) and loss.requires_grad:
@@ -173,6 +182,16 @@ def trace(
     except Exception as error:  # user code under fake tensors can raise anything
         raise NotTraceable(_first_line(error)) from error
     return watch.made
+
+
+def _is_real_parameter(value: Any) -> bool:
+    return issubclass(type(value), nn.Parameter)  # a fake parameter is of another class
+
+
+def _refuse_layer(layer: nn.Module, args: Any) -> None:
+    """Refuses a layer of the module itself: it may be sharded by now, and its hooks would gather."""
+    if any(map(_is_real_parameter, layer.parameters())):
+        raise NotTraceable(f"the step of the copy runs the module's own {type(layer).__name__}")
 
 
 def _refuse_functions(copied: nn.Module) -> None:

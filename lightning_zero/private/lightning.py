@@ -78,7 +78,7 @@ LIGHTNING = Library(
         # strategies
         Needed(f"{_STRATEGIES}:Strategy", stores="_checkpoint_io _launcher _precision_plugin"),
         Needed(f"{_STRATEGIES}:ParallelStrategy.__init__", stores="_layer_sync"),
-        Needed(f"{_STRATEGIES}:DDPStrategy.__init__", stores="_timeout _start_method _ddp_comm_hook"),
+        Needed(f"{_STRATEGIES}:DDPStrategy.__init__", stores="_timeout _start_method"),
         Needed(f"{_STRATEGIES}:DDPStrategy._configure_launcher", takes="self"),
         Needed(f"{_STRATEGIES}:DDPStrategy._get_process_group_backend", takes="self"),
         Needed("lightning.pytorch.overrides.distributed:_sync_module_states", takes="module"),
@@ -251,11 +251,6 @@ def backend_of(strategy: Any) -> str:
 def start_method(strategy: DDPStrategy) -> str:
     """Returns how processes are started: ``"popen"``, or a start method of ``multiprocessing``."""
     return strategy._start_method
-
-
-def comm_hook(strategy: Any) -> Any:
-    """Returns the communication hook that was passed to DDP; ``None`` for other strategies that wrap into DDP."""
-    return strategy._ddp_comm_hook if isinstance(strategy, DDPStrategy) else None
 
 
 def layer_sync(strategy: Any) -> Any:
