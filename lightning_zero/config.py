@@ -65,14 +65,14 @@ class CompileConfig:
     target: CompileTarget = "none"
     """``"units"`` compiles the forward of every shard unit except the root, in place; equal blocks share graphs."""
     backend: str | None = None
-    """A name from ``torch.compiler.list_backends()``; ``None`` is torch's default, ``"inductor"``."""
+    """A backend of ``torch.compile``; ``None`` is torch's default, ``"inductor"``."""
     mode: Literal["default", "max-autotune-no-cudagraphs"] | None = None
     """inductor's ``"default"`` or ``"max-autotune-no-cudagraphs"``; ``None`` is its default. Its other modes record
     CUDA graphs, which need each parameter at the same address in every step."""
     dynamic: bool | None = None
     """Whether sizes are symbolic from the first graph on; ``None`` makes a size symbolic after it has changed once."""
     fullgraph: bool = False
-    """Treat a unit that needs more than one graph as one that cannot be compiled."""
+    """Raise an error for a unit that needs more than one graph."""
 
     def __post_init__(self) -> None:
         _check_types(self, "compile.")

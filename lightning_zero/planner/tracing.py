@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.config import ActivationCheckpointingConfig
-from lightning_zero.engines.recompute import Recomputed
+from lightning_zero.config import ActivationCheckpointingConfig, CompileConfig
+from lightning_zero.engines.forwards import Forwards
 from lightning_zero.engines.units import UnitPlan
 from lightning_zero.planner.memory import Moment, Trace
 from lightning_zero.private.lightning import set_device, trainer_of
@@ -168,7 +168,8 @@ def trace(
     live = LiveBytes([*module.parameters(), *module.buffers(), *batch])
     watch = _Watch(module, units, live)
     if recompute is not None and (recompute.units is not None or watch.root):
-        Recomputed(recompute, module, [unit.module for unit in units.units[:-1]], torch.device("cpu")).begin()
+        blocks = [unit.module for unit in units.units[:-1]]
+        Forwards(recompute, CompileConfig(), module, blocks, torch.device("cpu")).begin()
     try:
         with live, register_module_forward_pre_hook(_refuse_layer):
             loss = step()

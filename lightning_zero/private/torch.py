@@ -95,9 +95,7 @@ TORCH = Library(
         Needed("torch.nn:Module._call_impl", takes="self"),
         Needed("torch.nn:Module._apply", takes="self, fn"),
         Needed("torch.nn:Module.__getstate__", stores="_compiled_call_impl"),
-        Needed("torch._dynamo.exc:TorchDynamoException"),
         Needed("torch._dynamo:OptimizedModule"),
-        Needed("torch._dynamo.eval_frame:_debug_get_cache_entry_list", takes="code"),
         Needed("torch._dynamo.eval_frame:_TorchDynamoContext.__call__", stores="_torchdynamo_orig_callable"),
         Needed("torch.nn:MultiheadAttention._reset_parameters", takes="self"),
         Needed("torch.nn:Transformer._reset_parameters", takes="self"),
@@ -287,22 +285,6 @@ def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
             if tensor is not None:
                 saved[f"{prefix}.{name}" if prefix else name] = tensor
     return saved
-
-
-def dynamo_error() -> type[Exception]:
-    """Returns the base class of errors of tracing and backends, which has no public name. A function, because importing
-    Dynamo takes a second."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    return TorchDynamoException
-
-
-def is_traced(function: Any) -> bool:
-    """Whether Dynamo has compiled at least a part of ``function``'s own code; there is no public way to ask."""
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    code = getattr(function, "__code__", None)  # a method has the code of its function
-    return code is None or len(_debug_get_cache_entry_list(code)) > 0
 
 
 def as_traced(func: Callable[..., Any]) -> Callable[..., Any]:
