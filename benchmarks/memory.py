@@ -309,13 +309,14 @@ CUDA traces the CPU's operators, whose attention may keep other tensors, and say
 
 ## In your run
 
-`callbacks=zero_monitor` (`lightning_zero.callbacks.ZeroMonitor`) logs per optimizer step: its seconds on the
-host's clock, and their parts (waiting for data, compute, communication, optimizer); bytes of parameters, gradients and
-optimizer states, peak memory, and bytes sent (Lightning's `ThroughputMonitor` logs samples and tokens per second, FLOPs
-and MFU). On an accelerator the host only queues work, so the parts show where the host spends its time. At the end it
-prints one column per rank next to the plan. Its hooks take well below 1 % of a step (`benchmarks/monitor.py`). On the
-CPU the peak is the process's resident memory. `profile=true` writes a Chrome trace of three steps per rank into the run
-folder, which shows where a step's time goes, and on GPUs which communication is not hidden behind compute.
+`callbacks=zero_monitor` (`lightning_zero.callbacks.ZeroMonitor`) logs per optimizer step: its seconds on the host's
+clock, and their parts (waiting for data, compute, communication, optimizer); bytes of parameters, gradients and
+optimizer states, peak memory, and bytes sent, except those of DDP's reducer (Lightning's `ThroughputMonitor` logs
+samples and tokens per second, FLOPs and MFU). On an accelerator the host only queues work, so the parts show where the
+host spends its time. At the end it prints one column per rank next to the plan. Its hooks take well below 1 % of a step
+(`benchmarks/monitor.py`). On the CPU the peak is the process's resident memory. `profile=true` writes a Chrome trace of
+three steps per rank into the run folder, which shows where a step's time goes, and on GPUs which communication is not
+hidden behind compute.
 """
 
 

@@ -128,7 +128,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         broadcast_buffers: bool = True,
         build: BuildName = "auto",
         uneven: Uneven = "error",
-        hook_budget_bytes: int | None = None,
         after_fit: AfterFit = "auto",
         checkpoint: CheckpointForm = "file",
         process_group_backend: str | None = None,

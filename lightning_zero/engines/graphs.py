@@ -10,33 +10,26 @@ so this layer also exists once per process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.private.torch import Dynamo, Graph, assigns_data, never_a_frame, pause_dynamo
 
+if TYPE_CHECKING:
+    from lightning_zero.engines.residency import Residency
+
 _Call = TypeVar("_Call", bound=Callable[..., Any])
-
-
-class Inputs(Protocol):
-    """An engine's handler for calls of graphs."""
-
-    def owns(self, p: Tensor) -> bool:
-        """Whether the engine manages ``p``; ``False`` while all parameters are full in memory of their own."""
-
-    def call_graph(self, graph: Graph, args: tuple[Any, ...], params: Sequence[nn.Parameter]) -> Any:
-        """Calls ``graph(*args)``, which computes with ``params``."""
 
 
 class _Process:
     """State that exists once per process."""
 
     dynamo: Dynamo | None = None
-    inputs: Inputs | None = None
+    inputs: Residency | None = None
     """Handler of the current run. Graphs outlive the run."""
     traced_outside = True
     """Whether graphs may exist that were traced outside of a run and therefore do not call the handler."""
@@ -45,7 +38,7 @@ class _Process:
 class Calls:
     """Calls all graphs through ``inputs`` until :meth:`end`; code that was traced outside of a run is traced again."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: Residency) -> None:
         if _Process.dynamo is None:
             _Process.dynamo = Dynamo(_seen_to, _is_owned)
         if _Process.traced_outside:
