@@ -304,7 +304,7 @@ differ more.
 {_marked("steps", measured["steps"])}
 
 The figures on this page were not measured on a GPU. `tests/gpu/test_plan_cuda.py` compares the plan with
-`torch.cuda.max_memory_allocated` for four models; it is skipped without a GPU. On a machine without CUDA, a plan for
+`torch.cuda.max_memory_allocated` for three models; it is skipped without a GPU. On a machine without CUDA, a plan for
 CUDA traces the CPU's operators, whose attention may keep other tensors, and says so.
 
 ## In your run
@@ -369,7 +369,6 @@ def steps() -> str:
             ("mlp", 1, {}),
             ("mlp", 2, {}),
             ("mlp", 4, {"precision": "bf16-mixed"}),
-            ("recomputed", 2, {}),
             ("attention", 2, {}),
             ("convolutions", 2, {}),
         ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -42,25 +43,22 @@ def resolve(
 
 
 def _answer(trainer: Any, module: LightningModule, config: ZeroConfig, memory: float) -> tuple[ZeroConfig, list[str]]:
-    size, reasons = config.shard_size, []
-    fits = trainer.state.fn == TrainerFn.FITTING
-    host = available_host_bytes() / GIB
-    settings = {"device_memory_gib": memory / GIB, "host_memory_gib": host, "headroom": HEADROOM}
-    batch = _training_batch(trainer) if fits else None
+    groups, reasons = config.shard_size == "auto", []
+    if groups:
+        config = config.with_(shard_size=None)
+    if trainer.state.fn != TrainerFn.FITTING:
+        stored = "nothing is trained, and shards of all ranks store the least"
+        return (config.with_(stage=3), [f"zero_auto takes zero3: {stored}"]) if config.auto else (config, [])
+    batch, host_memory_gib = _training_batch(trainer), available_host_bytes() / GIB
+    memory_of = {"device_memory_gib": memory / GIB, "host_memory_gib": host_memory_gib, "headroom": HEADROOM}
+    planned = partial(plan_of_run, trainer, module, batch, **memory_of)
     if config.auto:
-        given = config.with_(shard_size=None) if size == "auto" else config
-        if fits:
-            config, reason = _stage_of(plan_of_run(trainer, module, batch, config=given, **settings), given)
-        else:
-            config, reason = _stage_without_fit(given, module, memory)
+        config, reason = _stage_of(planned(config=config), config)
         reasons.append(f"zero_auto takes {reason}")
-    if size == "auto":
-        size, reason = None, "shard_size='auto' takes all ranks: nothing is trained"
-        if fits:
-            made = plan_of_run(trainer, module, batch, config=config.with_(shard_size="auto"), **settings)
-            size, reason = made.shard_size, made.notes[-1]
-        config = config.with_(shard_size=size)
-        reasons.append(reason)
+    if groups:
+        made = planned(config=config.with_(shard_size="auto"))
+        config = config.with_(shard_size=made.shard_size)
+        reasons.append(made.notes[-1])
     return config, reasons
 
 
@@ -84,11 +82,3 @@ def _stage_of(plan: Plan, config: ZeroConfig) -> tuple[ZeroConfig, str]:
         return config.with_(stage=row.stage, offload=offload), reason + notes
     wanted = f" {plan.choice} would fit: use strategy={plan.choice!r}." if plan.choice else ""
     return config.with_(stage=3), f"zero3, which stores the least, although {reason}{wanted}{notes}"
-
-
-def _stage_without_fit(config: ZeroConfig, module: LightningModule, memory: float) -> tuple[ZeroConfig, str]:
-    full, usable = sum(p.numel() * p.element_size() for p in module.parameters()), memory * (1 - HEADROOM)
-    sizes = f"parameters take {full / GIB:.4g} of {usable / GIB:.4g} usable GiB"
-    if full <= usable:
-        return config.with_(stage=1), f"full parameters: {sizes}."
-    return config.with_(stage=3), f"zero3: {sizes}."

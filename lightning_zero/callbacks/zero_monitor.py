@@ -51,8 +51,8 @@ class ZeroMonitor(Callback):
 
     Lightning's ``ThroughputMonitor`` logs tokens per second, FLOP/s and MFU.
 
-    The first window is not counted, because it includes warm-up and the creation of optimizer states. After the run
-    ``rows`` has one mapping per rank with all measurements, and ``plan`` has the prediction.
+    The first window is not counted, because it includes warm-up and the creation of optimizer states; so a run needs
+    two steps. After the run ``rows`` has one mapping per rank with all measurements, and ``plan`` has the prediction.
     """
 
     def __init__(self, every_n_steps: int | None = None, predict: bool = True) -> None:
@@ -128,17 +128,13 @@ class ZeroMonitor(Callback):
         self._enter("optimizer")
         if self._counts_state:  # counting walks all tensors, so only some windows do it
             state = state_of_run(trainer, pl_module)
-            self._state["parameters"] = state.held("parameters")
-            self._state["gradients"] = max(self._state["gradients"], state.held("gradients"))
+            self._state = {kind: max(held, state.held(kind)) for kind, held in self._state.items()}
+            self._elsewhere = {place: state.at(place) for place in ("host", "disk")}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         has_stepped = self._window is not None and trainer.global_step != self._global_step
-        if has_stepped and self._counts_state:
-            state = state_of_run(trainer, pl_module)
-            self._state["optimizer"] = state.held("optimizer")
-            self._elsewhere = {place: state.at(place) for place in ("host", "disk")}
         self._enter("data")
         if not has_stepped:
             return

@@ -23,7 +23,7 @@ from lightning_zero.engines.optimizer_family import family, states
 from lightning_zero.engines.precision import REDUCE_DTYPES
 from lightning_zero.engines.units import BATCH_NORMS, UnitPlan, plan_units
 from lightning_zero.planner import memory
-from lightning_zero.planner.memory import Layout, ParameterSize, StepRules, Trace, UnitSize
+from lightning_zero.planner.memory import Layout, Moment, ParameterSize, StepRules, UnitSize
 from lightning_zero.planner.rows import Row, row_name
 from lightning_zero.planner.tracing import LiveBytes, NotTraceable, fake, shadow, trace
 from lightning_zero.private.lightning import MockOptimizer
@@ -122,7 +122,7 @@ class Study:
         traces = {False: self._trace(None), True: self._trace(recompute)}
         used = {name for name, p in self.copy.named_parameters() if p.requires_grad}
         if (plain := traces[False]) is not None:
-            used = {m.gradient for m in plain.moments}
+            used = {m.gradient for m in plain}
         self.optimizer_peak = 0.0
         """Bytes of temporaries of an optimizer step on unsharded parameters."""
         self.layout = self._layout(used, self._optimizer_states(used))
@@ -173,7 +173,7 @@ class Study:
 
     # -- activations
 
-    def _trace(self, recompute: ActivationCheckpointingConfig | None) -> Trace | None:
+    def _trace(self, recompute: ActivationCheckpointingConfig | None) -> list[Moment] | None:
         """Traces one micro-batch with parameters in the compute dtype, as gathered ones are; ``None`` if that is not
         possible."""
         if self.batch is None:
@@ -279,7 +279,7 @@ class Study:
             gradients=state["gradients"],
             optimizer=state["optimizer"],
             gathered_unit=float(max(u.gathered_bytes(n) for u in layout.units)) if rules.stage else 0.0,
-            activations=max(m.activations for m in trace.moments),
+            activations=max(m.activations for m in trace),
             at_peak=at_peak,
             peak=peak,
             host=host,

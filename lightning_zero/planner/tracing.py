@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero.config import ActivationCheckpointingConfig, CompileConfig
 from lightning_zero.engines.forwards import Forwards
 from lightning_zero.engines.units import UnitPlan
-from lightning_zero.planner.memory import Moment, Trace
+from lightning_zero.planner.memory import Moment
 from lightning_zero.private.lightning import set_device, trainer_of
 from lightning_zero.private.torch import ITEM, TorchDispatchMode, in_backward, pytree
 
@@ -156,7 +156,7 @@ def trace(
     step: Callable[[], Tensor | None],
     batch: Sequence[Tensor],
     recompute: ActivationCheckpointingConfig | None = None,
-) -> Trace:
+) -> list[Moment]:
     """Runs ``step`` and its backward on a :func:`shadow` under its ``FakeTensorMode``; the shadow cannot be used again.
 
     ``step`` is a forward that returns the loss, or ``None`` if it ran the backward itself.
@@ -178,11 +178,11 @@ def trace(
                 loss.backward()
             del loss
             watch.moment(watch.root)
-        if not any(m.gradient for m in watch.made.moments):
+        if not any(m.gradient for m in watch.moments):
             raise NotTraceable("no parameter received a gradient")
     except Exception as error:  # user code under fake tensors can raise anything
         raise NotTraceable(_first_line(error)) from error
-    return watch.made
+    return watch.moments
 
 
 def _is_real_parameter(value: Any) -> bool:
@@ -214,7 +214,7 @@ class _Watch:
     """Hooks that record a moment whenever a unit has run or a gradient is complete."""
 
     def __init__(self, module: nn.Module, units: UnitPlan, live: LiveBytes) -> None:
-        self.live, self.made = live, Trace()
+        self.live, self.moments = live, list[Moment]()
         self.root = len(units.units) - 1
         for index, unit in enumerate(units.units):
             for name, p in unit.parameters.items():
@@ -241,13 +241,11 @@ class _Watch:
     def _leave(self, unit: int, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward():
             return
-        self.moment(unit)
-        self.made.forwards.append(unit)
-        if any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output)):
-            self.made.returning.append(unit)
+        returns = any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output))
+        self.moment(unit, returns=returns)
 
-    def moment(self, unit: int, gradient: str = "") -> None:
-        self.made.moments.append(Moment(unit=unit, gradient=gradient, activations=self.live.peak))
+    def moment(self, unit: int, gradient: str = "", returns: bool = False) -> None:
+        self.moments.append(Moment(unit=unit, gradient=gradient, activations=self.live.peak, returns=returns))
         self.live.peak = self.live.live
 
 

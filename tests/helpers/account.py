@@ -152,21 +152,11 @@ class Mlp(L.LightningModule):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         x = self.embedding(batch[:, :-1])
         for block in self.blocks:
-            x = self.run_block(block, x)
+            x = block(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
-
-    def run_block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return block(x)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-class Recomputed(Mlp):
-    """Its blocks' activations are recomputed in the backward."""
-
-    def run_block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
 
 
 class Attention(Mlp):
@@ -226,7 +216,6 @@ class Images(Dataset):
 
 SIZEABLE: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], Dataset]]] = {
     "mlp": (Mlp, Tokens),
-    "recomputed": (Recomputed, Tokens),
     "attention": (Attention, Tokens),
     "convolutions": (Convolutions, Images),
 }
