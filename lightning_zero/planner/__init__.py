@@ -11,13 +11,11 @@ from __future__ import annotations
 from lightning_zero.planner.choice import choose
 from lightning_zero.planner.rows import GIB, Plan, Row, aligned, row_name
 from lightning_zero.planner.run import HEADROOM, device_memory_bytes, first_batch, plan, plan_of_run
-from lightning_zero.planner.study import PRECISIONS
 from lightning_zero.planner.tracing import structure_of
 
 __all__ = [
     "GIB",
     "HEADROOM",
-    "PRECISIONS",
     "Plan",
     "Row",
     "aligned",

@@ -88,7 +88,6 @@ class Plan:
     optimizers: Sequence[str]
     device: str
     """Kind of device of the plan, such as ``"cuda"``."""
-    device_bytes: float | None
     usable_bytes: float | None
     rows: Sequence[Row]
     choice: str | None

@@ -106,7 +106,6 @@ def plan(
             micro_batches=micro_batches,
             optimizers=[type(o).__name__ for o in study.optimizers],
             device=study.target.type,
-            device_bytes=None if device_memory_gib is None else device_memory_gib * GIB,
             usable_bytes=usable,
             rows=tuple(rows),
             choice=None if best is None else best.name,

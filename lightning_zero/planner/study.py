@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,6 @@ from lightning_zero.planner import memory
 from lightning_zero.planner.memory import Layout, Moment, ParameterSize, StepRules, UnitSize
 from lightning_zero.planner.rows import Row, row_name
 from lightning_zero.planner.tracing import LiveBytes, NotTraceable, fake, shadow, trace
-from lightning_zero.private.lightning import MockOptimizer
 from lightning_zero.private.torch import FakeTensorMode, pytree
 
 # -- precision -------------------------------------------------------------------------------------------------------
@@ -117,7 +115,6 @@ class Study:
         given = config.activation_checkpointing
         if given.offload and self.target.type != "cpu":
             self.notes.append("activation_checkpointing.offload: saved inputs are counted as if they stayed there")
-        given = dataclasses.replace(given, offload=False)
         recompute = given if given.is_on else ActivationCheckpointingConfig(target="full")
         traces = {False: self._trace(None), True: self._trace(recompute)}
         used = {name for name, p in self.copy.named_parameters() if p.requires_grad}
@@ -215,7 +212,7 @@ class Study:
         with quiet(), self.mode:
             try:
                 trainer.strategy.setup_optimizers(trainer)
-                return [o for o in trainer.strategy.optimizers if not isinstance(o, MockOptimizer)]
+                return list(trainer.strategy.optimizers)
             except Exception as error:  # user code may need a real Trainer
                 found = f"{type(error).__name__}: {error}"
                 self.notes.append(f"configure_optimizers could not be run ({found}), so AdamW is assumed")

@@ -84,7 +84,6 @@ LIGHTNING = Library(
         Needed("lightning.pytorch.overrides.distributed:_sync_module_states", takes="module"),
         # modules, optimizers, precision
         Needed("lightning.pytorch.plugins.precision:Precision._after_closure", takes="self, model, optimizer"),
-        Needed("lightning.pytorch.core.optimizer:_MockOptimizer"),
         Needed("lightning.pytorch:LightningModule.__init__", stores="_trainer"),
         Needed("lightning.fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin", stores="_device"),
     ),
@@ -97,7 +96,6 @@ TORCHMETRICS = Library("torchmetrics", ">=1.4,<1.10", (Needed("torchmetrics:Metr
 with importing(LIGHTNING):
     from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
     from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
-    from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer  # for configure_optimizers -> None
     from lightning.pytorch.loops.loop import _Loop
     from lightning.pytorch.overrides.distributed import _sync_module_states as sync_module_states  # as DDP begins
     from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalStateSnapshot
@@ -111,7 +109,6 @@ with importing(LIGHTNING):
 
 __all__ = [
     "GlobalStateSnapshot",
-    "MockOptimizer",
     "SubprocessScriptLauncher",
     "TunerExit",
     "set_num_threads_if_needed",
