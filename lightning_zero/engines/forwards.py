@@ -31,9 +31,6 @@ from lightning_zero.private.torch import (
 )
 
 Forward = Callable[..., Any]
-Recompute = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
-"""Calls a forward with the given arguments, and calls it again in the backward."""
-
 _aten = torch.ops.aten
 _MATRIX_PRODUCTS = frozenset([_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default])
 _UNCOUNTED = frozenset([_aten.unsafe_chunk.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default])
@@ -77,7 +74,7 @@ class Forwards:
                 " compile='units' instead of your own compile(), or name other modules."
             )
         for m in recomputed:
-            self._forwards[m] = _recomputing(m, _how(recomputes, m), partial(before, m))
+            self._forwards[m] = _recomputing(m, _keeps_products(recomputes, m), partial(before, m))
         for unit in units if compiles.target == "units" else ():
             if compiled_call(unit) is None:  # equal blocks share their forward's code, and so the compiled graphs
                 self._forwards[unit] = _compiled(self._forwards.get(unit, unit.forward), compiles)
@@ -95,9 +92,9 @@ class Forwards:
         self._forwards = {}
 
 
-def _how(config: ActivationCheckpointingConfig, module: nn.Module) -> Recompute:
+def _keeps_products(config: ActivationCheckpointingConfig, module: nn.Module) -> bool:
     has_cells = any(isinstance(m, (nn.RNNBase, nn.RNNCellBase)) for m in module.modules())  # they use _UNCOUNTED
-    return _keeping_what_is_costly if config.target == "selective" and not has_cells else on_unpacking
+    return config.target == "selective" and not has_cells
 
 
 def _compiled(forward: Forward, config: CompileConfig) -> Forward:
@@ -187,13 +184,16 @@ def recomputed_modules(
     return [unit for unit in units if not isinstance(unit, LAYERS)] or units
 
 
-def _recomputing(module: nn.Module, recompute: Recompute, before: Callable[[], None]) -> Forward:
+def _recomputing(module: nn.Module, keeps_products: bool, before: Callable[[], None]) -> Forward:
+    """Supports all kinds of arguments and ``torch.autograd.grad``: recomputes when the backward unpacks the first saved
+    tensor."""
     forward = module.forward
+    kept: dict[str, Any] = {"context_fn": costly_is_kept, **KEPT_WITHOUT_HOOKS} if keeps_products else {}
 
     def recomputing(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return recompute(_from_the_same_state(module, forward, before), args, kwargs)
+        return checkpoint(_from_the_same_state(module, forward, before), *args, use_reentrant=False, **kept, **kwargs)
 
     return recomputing
 
@@ -227,16 +227,6 @@ def _from_the_same_state(module: nn.Module, forward: Forward, before: Callable[[
 
 def _held_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     return [(m, name, buffer) for m in module.modules() for name, buffer in m.named_buffers(recurse=False)]
-
-
-def on_unpacking(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Recomputes when the backward unpacks the first saved tensor. Supports all kinds of arguments and
-    ``torch.autograd.grad``."""
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-
-def _keeping_what_is_costly(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=costly_is_kept, **KEPT_WITHOUT_HOOKS, **kwargs)
 
 
 def costly_is_kept() -> Any:
