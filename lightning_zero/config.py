@@ -103,11 +103,6 @@ class ActivationCheckpointingConfig:
         """Whether any module recomputes its activations."""
         return self.target != "none"
 
-    def __str__(self) -> str:
-        """The setting as a user writes it: ``activation_checkpointing='full'``."""
-        what = repr(self.target) if self.units is None else repr(list(self.units))
-        return f"activation_checkpointing={what}"
-
 
 PASSED_KEYS = ("zero_optimization", "communication_data_type", "prescale_gradients", "gradient_predivide_factor")
 """Top-level keys of a DeepSpeed config that are passed to DeepSpeed."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from lightning_zero.planner.memory import KINDS
 
@@ -41,7 +39,7 @@ class Row:
     stage: int
     offload: str
     checkpointing: bool
-    """Whether activations are recomputed (:attr:`Plan.recomputed`)."""
+    """Whether activations are recomputed, by the run's ``activation_checkpointing``, else by ``"full"``."""
     parameters: float
     gradients: float
     optimizer: float
@@ -94,17 +92,12 @@ class Plan:
     """Name of the recommended row; ``None`` if none fits."""
     checkpointing: bool
     """Whether the recommended row recomputes activations."""
-    recomputed: str
-    """Description of the recomputation in the rows marked ``ckpt``."""
     reason: str
     notes: Sequence[str] = field(default_factory=tuple)
 
     def row(self, name: str) -> Row:
         """The row of a stage and offload with the run's own ``activation_checkpointing``."""
         return next(r for r in self.rows if r.name == name)
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         return self.table()
@@ -134,7 +127,7 @@ class Plan:
             "",
             "param, grad, optim: between two steps; unit: the largest gathered unit; act: peak of activations;",
             "peak: all of these during a step, within 10 % of measured peaks; max batch: the largest micro-batch",
-            f"that fits; ckpt: {self.recomputed}.",
+            "that fits; ckpt: activations recomputed, as the settings say or in each unit.",
         ]
         foot += [f"note: {note}." for note in self.notes]
         return "\n".join([*head, *aligned(rows), *foot, "", f"take {self.reason}" if self.choice else self.reason])
@@ -159,7 +152,7 @@ class Plan:
             axes.axvline(self.usable_bytes / GIB, color="black", linestyle=":", label="usable")
         axes.bar_label(axes.containers[-1], [f" {gib(end * GIB)}" for end in left], fontsize=7)
         axes.invert_yaxis()
-        axes.set_xlabel(f"GiB per rank at the peak of a step; ckpt: {self.recomputed}")
+        axes.set_xlabel("GiB per rank at the peak of a step; ckpt: activations recomputed")
         axes.set_title(f"{self.module}, {self.world_size} rank(s): {self.choice or 'nothing fits'}")
         figure.legend(fontsize="small", loc="outside lower center", ncols=4)
         figure.savefig(path, format="png", dpi=120)

@@ -110,7 +110,6 @@ def plan(
             rows=tuple(rows),
             choice=None if best is None else best.name,
             checkpointing=recomputes if best is None else best.checkpointing,
-            recomputed=str(config.activation_checkpointing) if recomputes else "each unit's activations recomputed",
             reason=reason,
             notes=tuple(dict.fromkeys(study.notes)),
         )
