@@ -33,17 +33,12 @@ def is_known(optimizer: Optimizer) -> bool:
     return type(optimizer) in _KNOWN and not torch_optim.is_step_replaced(optimizer)
 
 
-def is_declared(optimizer: Optimizer, declared: Collection[str]) -> bool:
-    """Whether ``declared`` has the class of ``optimizer``, by its name or by ``module.name``."""
-    own = type(optimizer)
-    return own.__name__ in declared or f"{own.__module__}.{own.__qualname__}" in declared
-
-
 def is_elementwise(optimizer: Optimizer, declared: Collection[str] = ()) -> bool:
-    """Whether a step on shards is known to equal a step on full tensors; see the file's docstring."""
+    """Whether a step on shards is known to equal a step on full tensors; see the file's docstring. ``declared`` has
+    names of classes."""
     if type(optimizer) in KNOWN_ELEMENTWISE:
         return is_known(optimizer)
-    return is_declared(optimizer, declared)
+    return type(optimizer).__name__ in declared
 
 
 def note_on_full_steps(optimizers: Collection[Optimizer], declared: Collection[str]) -> str:

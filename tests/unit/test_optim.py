@@ -51,7 +51,6 @@ def test_others_are_element_wise_only_if_declared():
     assert not is_elementwise(Subclass(_params()))
     assert not is_elementwise(lamb)
     assert is_elementwise(lamb, ("Lamb",))
-    assert is_elementwise(lamb, ("tests.helpers.zoo.Lamb",))
     assert not is_elementwise(torch.optim.Muon(_params(), lr=0.01), ("Lamb",))
 
 
