@@ -44,8 +44,6 @@ class Row:
     gradients: float
     optimizer: float
     """Parameters, gradients and optimizer states between two steps; :attr:`at_peak` has the bytes during a step."""
-    gathered_unit: float
-    """The largest unit while it is gathered."""
     activations: float
     """Peak of the activations of one micro-batch."""
     at_peak: Mapping[str, float]
@@ -111,13 +109,13 @@ class Plan:
             f" on {self.device}; GiB per rank",
             "",
         ]
-        rows = [["", *"param grad optim unit act peak host disk sent/step fits".split(), "max batch"]]
+        rows = [["", *"param grad optim act peak host disk sent/step fits".split(), "max batch"]]
         for r in self.rows:
             is_choice = (r.name, r.checkpointing) == (self.choice, self.checkpointing)
             rows.append(
                 [
                     r.label + (" <-" if is_choice else ""),
-                    *map(gib, (r.parameters, r.gradients, r.optimizer, r.gathered_unit, r.activations, r.peak)),
+                    *map(gib, (r.parameters, r.gradients, r.optimizer, r.activations, r.peak)),
                     *(gib(v) if v else "-" for v in (r.host, r.disk, r.sent_total)),
                     "?" if self.usable_bytes is None else "yes" if r.fits else "no",
                     "-" if self.usable_bytes is None else str(r.max_micro_batch),
@@ -125,9 +123,9 @@ class Plan:
             )
         foot = [
             "",
-            "param, grad, optim: between two steps; unit: the largest gathered unit; act: peak of activations;",
-            "peak: all of these during a step, within 10 % of measured peaks; max batch: the largest micro-batch",
-            "that fits; ckpt: activations recomputed, as the settings say or in each unit.",
+            "param, grad, optim: between two steps; act: peak of activations; peak: all of these and gathered units",
+            "during a step, within 10 % of measured peaks; max batch: the largest micro-batch that fits;",
+            "ckpt: activations recomputed, as the settings say or in each unit.",
         ]
         foot += [f"note: {note}." for note in self.notes]
         return "\n".join([*head, *aligned(rows), *foot, "", f"take {self.reason}" if self.choice else self.reason])

@@ -275,7 +275,6 @@ class Study:
             parameters=state["parameters"],
             gradients=state["gradients"],
             optimizer=state["optimizer"],
-            gathered_unit=float(max(u.gathered_bytes(n) for u in layout.units)) if rules.stage else 0.0,
             activations=max(m.activations for m in trace),
             at_peak=at_peak,
             peak=peak,
