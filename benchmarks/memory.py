@@ -304,18 +304,19 @@ differ more.
 {_marked("steps", measured["steps"])}
 
 The figures on this page were not measured on a GPU. `tests/gpu/test_plan_cuda.py` compares the plan with
-`torch.cuda.max_memory_allocated` for four models; it is skipped without a GPU. On a machine without CUDA, a plan for
+`torch.cuda.max_memory_allocated` for three models; it is skipped without a GPU. On a machine without CUDA, a plan for
 CUDA traces the CPU's operators, whose attention may keep other tensors, and says so.
 
 ## In your run
 
-`callbacks=zero_monitor` (`lightning_zero.callbacks.ZeroMonitor`) logs per optimizer step: its seconds on the
-host's clock, and their parts (waiting for data, compute, communication, optimizer); bytes of parameters, gradients and
-optimizer states, peak memory, and bytes sent (Lightning's `ThroughputMonitor` logs samples and tokens per second, FLOPs
-and MFU). On an accelerator the host only queues work, so the parts show where the host spends its time. At the end it
-prints one column per rank next to the plan. Its hooks take well below 1 % of a step (`benchmarks/monitor.py`). On the
-CPU the peak is the process's resident memory. `profile=true` writes a Chrome trace of three steps per rank into the run
-folder, which shows where a step's time goes, and on GPUs which communication is not hidden behind compute.
+`callbacks=zero_monitor` (`lightning_zero.callbacks.ZeroMonitor`) logs per optimizer step: its seconds on the host's
+clock, and their parts (waiting for data, compute, communication, optimizer); bytes of parameters, gradients and
+optimizer states, peak memory, and bytes sent, except those of DDP's reducer (Lightning's `ThroughputMonitor` logs
+samples and tokens per second, FLOPs and MFU). On an accelerator the host only queues work, so the parts show where the
+host spends its time. At the end it prints one column per rank next to the plan. Its hooks take well below 1 % of a step
+(`benchmarks/monitor.py`). On the CPU the peak is the process's resident memory. `profile=true` writes a Chrome trace of
+three steps per rank into the run folder, which shows where a step's time goes, and on GPUs which communication is not
+hidden behind compute.
 """
 
 
@@ -368,7 +369,6 @@ def steps() -> str:
             ("mlp", 1, {}),
             ("mlp", 2, {}),
             ("mlp", 4, {"precision": "bf16-mixed"}),
-            ("recomputed", 2, {}),
             ("attention", 2, {}),
             ("convolutions", 2, {}),
         ):
@@ -430,7 +430,7 @@ def _measured_peaks(pool: object, name: str, n: int, options: dict[str, object])
                 f"{each['peak'] / 2**20:.1f}",
                 f"{row.peak / each['peak'] - 1:+.1%}",
                 f"{row.sent_total / 2**10:.1f}",
-                f"{sent / 2**10:.1f}",
+                f"{sent / 2**10:.1f}" if row.stage else "–",
             )
         )
     return rows

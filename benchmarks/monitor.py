@@ -18,7 +18,6 @@ NUM_CALLS = 20_000
 NUM_STEPS = 30
 PER_STEP = (
     "on_train_batch_start",
-    "on_after_backward",
     "on_before_optimizer_step",
     "on_train_batch_end",
 )

@@ -1,4 +1,4 @@
-"""``zero_auto``: the plan chooses stage and offload when a run is set up."""
+"""``zero_auto`` and ``shard_size="auto"``: the plan chooses stage, offload and groups when a run is set up."""
 
 from __future__ import annotations
 
@@ -11,52 +11,74 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.config import OffloadConfig, ZeroConfig
 from lightning_zero.host import available_host_bytes
-from lightning_zero.planner import GIB, HEADROOM, Planner, choose, planned_on_rank_0, training_batch
+from lightning_zero.planner import GIB, HEADROOM, Plan, choose, device_memory_bytes, first_batch, plan_of_run
+from lightning_zero.private.lightning import training_source
 
 
-def resolve_stage(
+def resolve(
     trainer: Any, module: LightningModule, config: ZeroConfig, agreement: Agreement
-) -> tuple[ZeroConfig, str]:
-    """Plans the run that ``trainer`` is about to start; returns ``config`` with the stage and the offload that the plan
-    chooses, and the reason (collective). Raises as :func:`~lightning_zero.planner.planned_on_rank_0` does.
+) -> tuple[ZeroConfig, list[str]]:
+    """Plans the run that ``trainer`` is about to start; returns ``config`` with the values that the plan chooses, and
+    the reasons (collective).
 
-    Offload to host memory is chosen if nothing fits without it, or if the user asked for it. Offload to files is chosen
-    only if the user asked for it.
+    All ranks would get the same answer, but only rank 0 loads a batch for it. The smallest device counts, because all
+    ranks run the same stage.
+
+    Raises:
+        ValueError: On all ranks, if rank 0 cannot plan the run.
     """
-    stage, offload, reason = planned_on_rank_0(
-        *(trainer, config, agreement, partial(_answer, trainer, module, config)),
-        asked="strategy='zero_auto'",
-        other="strategy='zero1', 'zero2' or 'zero3'",
-    )
-    moved = config.offload if config.offload.target != "none" else OffloadConfig(target=offload)
-    return config.with_(stage=stage, offload=moved), f"zero_auto takes {reason}"
+    memory = (config.device_memory_gib or 0) * GIB
+    memory = memory or min(agreement.gather(device_memory_bytes(trainer.strategy.root_device, trainer.num_devices)))
+    answer: tuple[ZeroConfig, list[str]] | None = None
+    with agreement.raise_if_any_failed():
+        try:
+            if agreement.rank == 0:
+                answer = _answer(trainer, module, config, memory)
+        except Exception as error:  # user code can raise anything
+            asked = "strategy='zero_auto'" if config.auto else "shard_size='auto'"
+            instead = "strategy='zero1', 'zero2' or 'zero3'" if config.auto else "a number"
+            reason = f"the run could not be planned ({type(error).__name__}: {error})"
+            raise ValueError(f"{asked}: {reason}; use {instead}.") from error
+    return agreement.gather(answer)[0]  # type: ignore[return-value]
 
 
-def _answer(trainer: Any, module: LightningModule, config: ZeroConfig, memory: float) -> tuple[int, str, str]:
-    """Returns stage, offload and the reason."""
+def _answer(trainer: Any, module: LightningModule, config: ZeroConfig, memory: float) -> tuple[ZeroConfig, list[str]]:
+    groups, reasons = config.shard_size == "auto", []
+    if groups:
+        config = config.with_(shard_size=None)
     if trainer.state.fn != TrainerFn.FITTING:
-        return _answer_without_fit(module, memory)
-    # a size of groups is chosen later, once the stage is known
-    given = config.with_(shard_size=None) if config.shard_size == "auto" else config
-    settings = {"device_memory_gib": memory / GIB, "headroom": HEADROOM, "config": given}
-    plan = Planner.of_run(trainer, module, **settings)(training_batch(trainer))
+        stored = "nothing is trained, and shards of all ranks store the least"
+        return (config.with_(stage=3), [f"zero_auto takes zero3: {stored}"]) if config.auto else (config, [])
+    batch, host_memory_gib = _training_batch(trainer), available_host_bytes() / GIB
+    memory_of = {"device_memory_gib": memory / GIB, "host_memory_gib": host_memory_gib, "headroom": HEADROOM}
+    planned = partial(plan_of_run, trainer, module, batch, **memory_of)
+    if config.auto:
+        config, reason = _stage_of(planned(config=config), config)
+        reasons.append(f"zero_auto takes {reason}")
+    if groups:
+        made = planned(config=config.with_(shard_size="auto"))
+        config = config.with_(shard_size=made.shard_size)
+        reasons.append(made.notes[-1])
+    return config, reasons
+
+
+def _training_batch(trainer: Any) -> Any:
+    """The first training batch of the fit that ``trainer`` is about to start, before its loops have set up the data."""
+    source = training_source(trainer)
+    if source is not None and (isinstance(source, LightningModule) or hasattr(source, "train_dataloader")):
+        source = source.train_dataloader()
+    return first_batch(source)
+
+
+def _stage_of(plan: Plan, config: ZeroConfig) -> tuple[ZeroConfig, str]:
+    """Offload to host memory is chosen if nothing fits without it, or if the user asked for it. Offload to files is
+    chosen only if the user asked for it."""
     asked = config.offload.target
     rows = [r for r in plan.rows if r.offload == asked or (asked == "none" and r.offload != "nvme")]
-    host = available_host_bytes() / GIB
-    recomputes = config.activation_checkpointing.is_on
-    name, checkpointing, reason = choose(rows, plan.usable_bytes, host, plan.ranks_per_host, recomputes=recomputes)
+    row, reason = choose(rows, plan.usable_bytes)
     notes = "".join(f" ({note})" for note in plan.notes)
-    if name is not None:
-        if checkpointing and not recomputes:
-            notes += " Use activation_checkpointing='full', or your module's own: without it no stage fits."
-        row = plan.row(name)
-        return row.stage, row.offload, reason + notes
+    if row is not None:
+        offload = config.offload if asked != "none" else OffloadConfig(target=row.offload)  # type: ignore[arg-type]
+        return config.with_(stage=row.stage, offload=offload), reason + notes
     wanted = f" {plan.choice} would fit: use strategy={plan.choice!r}." if plan.choice else ""
-    return 3, "none", f"zero3, which stores the least, although {reason}{wanted}{notes}"
-
-
-def _answer_without_fit(module: LightningModule, memory: float) -> tuple[int, str, str]:
-    full = sum(p.numel() * p.element_size() for p in module.parameters())
-    usable = memory * (1 - HEADROOM)
-    sizes = f"parameters take {full / GIB:.4g} of {usable / GIB:.4g} usable GiB"
-    return (1, "none", f"full parameters: {sizes}.") if full <= usable else (3, "none", f"zero3: {sizes}.")
+    return config.with_(stage=3), f"zero3, which stores the least, although {reason}{wanted}{notes}"

@@ -65,14 +65,14 @@ class CompileConfig:
     target: CompileTarget = "none"
     """``"units"`` compiles the forward of every shard unit except the root, in place; equal blocks share graphs."""
     backend: str | None = None
-    """A name from ``torch.compiler.list_backends()``; ``None`` is torch's default, ``"inductor"``."""
+    """A backend of ``torch.compile``; ``None`` is torch's default, ``"inductor"``."""
     mode: Literal["default", "max-autotune-no-cudagraphs"] | None = None
     """inductor's ``"default"`` or ``"max-autotune-no-cudagraphs"``; ``None`` is its default. Its other modes record
     CUDA graphs, which need each parameter at the same address in every step."""
     dynamic: bool | None = None
     """Whether sizes are symbolic from the first graph on; ``None`` makes a size symbolic after it has changed once."""
     fullgraph: bool = False
-    """Treat a unit that needs more than one graph as one that cannot be compiled."""
+    """Raise an error for a unit that needs more than one graph."""
 
     def __post_init__(self) -> None:
         _check_types(self, "compile.")
@@ -102,11 +102,6 @@ class ActivationCheckpointingConfig:
     def is_on(self) -> bool:
         """Whether any module recomputes its activations."""
         return self.target != "none"
-
-    def __str__(self) -> str:
-        """The setting as a user writes it: ``activation_checkpointing='full'``."""
-        what = repr(self.target) if self.units is None else repr(list(self.units))
-        return f"activation_checkpointing={what}"
 
 
 PASSED_KEYS = ("zero_optimization", "communication_data_type", "prescale_gradients", "gradient_predivide_factor")
@@ -252,8 +247,8 @@ class ZeroConfig:
     and leaves zeros instead of ``None``; CPU processes with direct exchange agree on units all the same."""
     shard_size: int | Literal["auto"] | None = None
     """Number of consecutive ranks that share one copy of the model, for example the GPUs of a host. The groups are
-    replicas of each other (HSDP). ``None`` shards over all ranks. ``"auto"`` takes the smallest group of complete hosts
-    in which the run fits according to the plan, and prints the reason."""
+    replicas of each other (HSDP). ``None`` shards over all ranks. ``"auto"`` takes the ranks of one host if the run
+    fits there according to the plan, and otherwise all ranks, and prints the reason."""
     keep_global_batch: bool = False
     """When a run resumes on another number of ranks, keep the number of samples per optimizer step by accumulating more
     or fewer micro-batches. Settings in batches (``val_check_interval``, ...) still count the batches of one rank."""
@@ -283,10 +278,6 @@ class ZeroConfig:
     """Behaviour if the ranks' training dataloaders differ in length. ``"error"`` ends the run on all ranks when
     the first dataloader is exhausted. ``"shortest"`` ends each epoch there, like DDP with dataloaders cut to that
     length."""
-    hook_budget_bytes: int | None = None
-    """Bytes of full parameters, gradients and optimizer states that user hooks may hold gathered at a time. Beyond them
-    those that were gathered first are resharded. ``None`` is an eighth of the free memory of the device when a run
-    starts, or of this rank's share of the host on CPUs."""
     after_fit: AfterFit = "auto"
     """``"whole"`` gives every rank plain, full parameters and optimizer states when the run ends. ``"sharded"`` leaves
     the shards. ``"auto"`` gives full parameters if host memory allows it, and full states when they are touched."""
@@ -464,7 +455,7 @@ class PlanConfig:
 
 # -- the types of values ---------------------------------------------------------------------------------------------
 
-_LEAST = {**dict.fromkeys(("min_unit_numel", "hook_budget_bytes", "headroom"), 0), "shard_size": 2}
+_LEAST = {**dict.fromkeys(("min_unit_numel", "headroom"), 0), "shard_size": 2}
 """Setting -> its smallest value; other numbers must be above 0."""
 _KINDS = {bool: "True or False", str: "a name", int: "a whole number", float: "a number", type(None): "None"}
 _hints: Any = functools.cache(get_type_hints)

@@ -128,7 +128,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         broadcast_buffers: bool = True,
         build: BuildName = "auto",
         uneven: Uneven = "error",
-        hook_budget_bytes: int | None = None,
         after_fit: AfterFit = "auto",
         checkpoint: CheckpointForm = "file",
         process_group_backend: str | None = None,
@@ -317,17 +316,12 @@ class ZeroStrategy(Launched, DDPStrategy):
         """Lets the plan choose what the settings leave to it, the same on every rank (collective)."""
         module, config = self.lightning_module, self._given
         assert module is not None
-        if config.auto:
-            from lightning_zero.auto import resolve_stage  # imports PyTorch's tracing, which takes long
+        if config.auto or config.shard_size == "auto":
+            from lightning_zero.auto import resolve  # imports PyTorch's tracing, which takes long
 
-            config, why = resolve_stage(trainer, module, config, self.agreement)
-            rank_zero_info(why)
-        if config.shard_size == "auto":
-            from lightning_zero.planner import resolve_shard_size
-
-            size, why = resolve_shard_size(trainer, module, config, self.agreement)
-            config = config.with_(shard_size=size)
-            rank_zero_info(why)
+            config, reasons = resolve(trainer, module, config, self.agreement)
+            for reason in reasons:
+                rank_zero_info(reason)
         self.config = config
 
     def _start_engine(self, trainer: Any) -> None:

@@ -6,6 +6,7 @@ GPUs.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,11 +53,11 @@ def run_plan(cfg: DictConfig) -> Plan:
 
 def _show(made: Plan, config: PlanConfig) -> None:
     if config.json == "-":
-        print(json.dumps(made.to_dict(), indent=2), flush=True)
+        print(json.dumps(dataclasses.asdict(made), indent=2), flush=True)
     else:
         print(made, flush=True)
     if config.json not in (None, "-"):
-        Path(config.json).write_text(json.dumps(made.to_dict(), indent=2), encoding="utf-8")
+        Path(config.json).write_text(json.dumps(dataclasses.asdict(made), indent=2), encoding="utf-8")
     if config.plot is not None:
         made.plot(config.plot)
 

@@ -11,10 +11,10 @@ Validation, checkpoints and the time between epochs are part of no window.
     compute         the rest
 
 On an accelerator the host only queues work: its parts show where the host spends its time. A trace (``profile=true``)
-shows how much of the communication does not overlap with compute. DDP's reducer communicates unseen, in C++.
+shows how much of the communication does not overlap with compute.
 
 [Bytes] Parameters, gradients and optimizer states are counted tensor by tensor, in a few windows. Traffic is counted by
-:class:`~lightning_zero.comm.meter.TrafficMeter` in all windows.
+:class:`~lightning_zero.comm.meter.TrafficMeter` in all windows. DDP's reducer communicates in C++ and is not counted.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_zero.comm.meter import TrafficMeter
 from lightning_zero.engines.model_state import KINDS as STATES
 from lightning_zero.engines.model_state import ModelState, plain_state
-from lightning_zero.planner import Plan, Planner, aligned, row_name
-from lightning_zero.private.lightning import comm_hook
+from lightning_zero.planner import Plan, aligned, plan_of_run, row_name, structure_of
 
 T = TypeVar("T")
 
@@ -52,8 +51,8 @@ class ZeroMonitor(Callback):
 
     Lightning's ``ThroughputMonitor`` logs tokens per second, FLOP/s and MFU.
 
-    The first window is not counted, because it includes warm-up and the creation of optimizer states. After the run
-    ``rows`` has one mapping per rank with all measurements, and ``plan`` has the prediction.
+    The first window is not counted, because it includes warm-up and the creation of optimizer states; so a run needs
+    two steps. After the run ``rows`` has one mapping per rank with all measurements, and ``plan`` has the prediction.
     """
 
     def __init__(self, every_n_steps: int | None = None, predict: bool = True) -> None:
@@ -63,7 +62,7 @@ class ZeroMonitor(Callback):
         self.plan: Plan | None = None
         self.rows: list[dict[str, float]] = []
         self.meter = TrafficMeter()
-        self._planner: Planner | None = None
+        self._structure: LightningModule | None = None
         self._part, self._since, self._waited = "data", 0.0, 0.0
         """The current part of a step, its begin, and the meter's seconds at that time."""
 
@@ -72,7 +71,7 @@ class ZeroMonitor(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and self.predict:
             # Copy the structure now, before the module is sharded; trace it with the first batch.
-            self._planner = _or_warn(lambda: Planner.of_run(trainer, pl_module))
+            self._structure = _or_warn(partial(structure_of, pl_module))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         device = trainer.strategy.root_device
@@ -88,8 +87,6 @@ class ZeroMonitor(Callback):
         self._counts_state = False
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        # A user's communication hook calls torch.distributed, which the meter counts
-        self._ddp_bytes = 0 if comm_hook(trainer.strategy) is not None else _bytes_reduced(trainer.strategy.model)
         self.meter.install()
         self._sent: Counter[str] = Counter()
 
@@ -108,8 +105,8 @@ class ZeroMonitor(Callback):
         self._window = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if (planner := self._planner) is not None:
-            self._planner, self.plan = None, _or_warn(lambda: planner(batch))
+        if (structure := self._structure) is not None:
+            self._structure, self.plan = None, _or_warn(partial(plan_of_run, trainer, structure, batch))
         self._enter("compute")
         if self._window is None:
             self._open()
@@ -127,26 +124,17 @@ class ZeroMonitor(Callback):
             self._window["communication"] += communication  # type: ignore[assignment]
         self._part, self._since, self._waited = part, now, waited
 
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        model: Any = trainer.strategy.model
-        if self._ddp_bytes and model.require_backward_grad_sync:
-            self.meter.add("all_reduce", self._ddp_bytes, trainer.world_size)
-
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         self._enter("optimizer")
         if self._counts_state:  # counting walks all tensors, so only some windows do it
             state = state_of_run(trainer, pl_module)
-            self._state["parameters"] = state.held("parameters")
-            self._state["gradients"] = max(self._state["gradients"], state.held("gradients"))
+            self._state = {kind: max(held, state.held(kind)) for kind, held in self._state.items()}
+            self._elsewhere = {place: state.at(place) for place in ("host", "disk")}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         has_stepped = self._window is not None and trainer.global_step != self._global_step
-        if has_stepped and self._counts_state:
-            state = state_of_run(trainer, pl_module)
-            self._state["optimizer"] = state.held("optimizer")
-            self._elsewhere = {place: state.at(place) for place in ("host", "disk")}
         self._enter("data")
         if not has_stepped:
             return
@@ -199,21 +187,20 @@ class ZeroMonitor(Callback):
         self.rows = of_every_rank(mine)
         rank_zero_only(print)(f"\n{self.table(trainer)}", flush=True)
 
-    def table(self, trainer: Trainer | None = None) -> str:
+    def table(self, trainer: Trainer) -> str:
         """Formats the measurements per rank, with the plan's prediction if it covers the run's stage."""
-        planned = self.planned(trainer)
-        names = list(dict.fromkeys(name for row in self.rows for name in row))
-        head = ["ZeroMonitor", *(["plan"] if planned else []), *(f"rank {i}" for i in range(len(self.rows)))]
-        lines = [head]
-        for name in names:
+        columns = {f"rank {i}": row for i, row in enumerate(self.rows)}
+        if planned := self.planned(trainer):
+            columns = {"plan": planned, **columns}
+        lines = [["ZeroMonitor", *columns]]
+        for name in dict.fromkeys(name for row in self.rows for name in row):
             label = name.replace(" bytes", ", MiB") if name.endswith("bytes") else name
-            cells = [_cell(name, row.get(name)) for row in self.rows]
-            lines.append([label, *([_cell(name, planned.get(name))] if planned else []), *cells])
+            lines.append([label, *(_cell(name, column.get(name)) for column in columns.values())])
         return "\n".join(aligned(lines))
 
-    def planned(self, trainer: Trainer | None) -> dict[str, float]:
+    def planned(self, trainer: Trainer) -> dict[str, float]:
         """The plan's figures for the run, under the names of ``rows``; empty if the plan does not cover the run."""
-        if self.plan is None or trainer is None:
+        if self.plan is None:
             return {}
         config = getattr(trainer.strategy, "config", None)
         if config is not None and config.offload.target == "nvme" and config.stage != 3:
@@ -221,7 +208,7 @@ class ZeroMonitor(Callback):
         row = self.plan.row(row_name(config.stage, config.offload.target) if config is not None else "ddp")
         found = {f"{kind} bytes": getattr(row, kind) for kind in STATES}
         if not self._on_host:  # RSS also holds the interpreter and every library
-            found["memory peak bytes"] = row.peak_with(config is not None and config.activation_checkpointing.is_on)
+            found["memory peak bytes"] = row.peak
         return found | {f"sent per step: {kind} bytes": value for kind, value in row.sent.items()}
 
 
@@ -238,19 +225,6 @@ def _or_warn(make: Callable[[], T]) -> T | None:
     except Exception as error:  # user code can raise anything
         rank_zero_warn(f"ZeroMonitor: no plan, {type(error).__name__}: {error}")
         return None
-
-
-def _bytes_reduced(model: Any) -> int:
-    """Bytes that DDP reduces in each synchronized backward; 0 for other models.
-
-    DDP's reducer calls the process group from C++, where the meter cannot count. A communication hook could count, but
-    it would replace the reducer that a run without the monitor uses.
-    """
-    if not isinstance(model, DistributedDataParallel):
-        return 0
-    ignored = set(model.parameters_to_ignore)
-    reduced = (p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored)
-    return sum(p.numel() * p.element_size() for p in reduced)
 
 
 def _memory_peak(device: torch.device) -> int:

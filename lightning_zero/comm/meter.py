@@ -104,12 +104,6 @@ class TrafficMeter:
                 setattr(module, name, original)
         self._undo.clear()
 
-    def add(self, kind: str, nbytes: float, world_size: int) -> None:
-        """Counts a collective that C++ starts, so that no function here sees it; ``nbytes`` is of the full tensor."""
-        self.calls[kind] += 1
-        if world_size > 1:
-            self.sent[kind] += wire_bytes(kind, nbytes, world_size)  # type: ignore[assignment]
-
     def _replace(
         self, module: Any, name: str, kind: str = "", parameters: tuple[str, ...] = (), full: str = ""
     ) -> None:

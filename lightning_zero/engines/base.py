@@ -148,13 +148,13 @@ class Engine(ABC):
         agreement = run_agreement()  # None in a loop without a Trainer, where all ranks make the same reads
         waits = agreement is not None and dist.get_world_size() > 1
         barrier = Barrier(agreement, self.peer_memory) if waits and agreement is not None else None
-        budget = budget_bytes(self.config.hook_budget_bytes, self.device, agreement)
+        budget = budget_bytes(self.device, agreement)
         self.residency = Residency(store, is_between, barrier, budget)
-        self._graphs = graphs.Calls(self.residency)
+        graphs.begin(self.residency)
         self._end_transforms = translate_transformed(self.residency.before_transform)
 
     def end_residency(self) -> None:
-        self._graphs.end()
+        graphs.end(self.residency)
         self._end_transforms()
 
     def view(self) -> Mode:

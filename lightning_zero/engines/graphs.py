@@ -10,64 +10,56 @@ so this layer also exists once per process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.private.torch import Dynamo, Graph, assigns_data, never_a_frame, pause_dynamo
 
+if TYPE_CHECKING:
+    from lightning_zero.engines.residency import Residency
+
 _Call = TypeVar("_Call", bound=Callable[..., Any])
-
-
-class Inputs(Protocol):
-    """An engine's handler for calls of graphs."""
-
-    def owns(self, p: Tensor) -> bool:
-        """Whether the engine manages ``p``; ``False`` while all parameters are full in memory of their own."""
-
-    def call_graph(self, graph: Graph, args: tuple[Any, ...], params: Sequence[nn.Parameter]) -> Any:
-        """Calls ``graph(*args)``, which computes with ``params``."""
 
 
 class _Process:
     """State that exists once per process."""
 
     dynamo: Dynamo | None = None
-    inputs: Inputs | None = None
-    """Handler of the current run. Graphs outlive the run."""
+    residency: Residency | None = None
+    """That of the current run. Graphs outlive the run."""
     traced_outside = True
-    """Whether graphs may exist that were traced outside of a run and therefore do not call the handler."""
+    """Whether graphs may exist that were traced outside of a run and therefore do not call the residency."""
 
 
-class Calls:
-    """Calls all graphs through ``inputs`` until :meth:`end`; code that was traced outside of a run is traced again."""
+def begin(residency: Residency) -> None:
+    """Calls all graphs through ``residency`` from now on; code that was traced outside of a run is traced again."""
+    if _Process.dynamo is None:
+        _Process.dynamo = Dynamo(_seen_to, _is_owned)
+    if _Process.traced_outside:
+        _Process.dynamo.forget_graphs()
+        _Process.traced_outside = False
+    _Process.residency = residency
 
-    def __init__(self, inputs: Inputs) -> None:
-        if _Process.dynamo is None:
-            _Process.dynamo = Dynamo(_seen_to, _is_owned)
-        if _Process.traced_outside:
-            _Process.dynamo.forget_graphs()
-            _Process.traced_outside = False
-        self._inputs = _Process.inputs = inputs
 
-    def end(self) -> None:
-        """Graphs get their inputs unchanged from now on, unless another run has begun."""
-        if _Process.inputs is self._inputs:
-            _Process.inputs = None
+def end(residency: Residency) -> None:
+    """Graphs get their inputs unchanged from now on, unless another run has begun."""
+    if _Process.residency is residency:
+        _Process.residency = None
 
 
 def _is_owned(p: Tensor) -> bool:
-    return _Process.inputs is not None and _Process.inputs.owns(p)
+    return _Process.residency is not None and _Process.residency.owns(p)
 
 
 def _seen_to(module: Any, graph: Graph) -> Graph:
-    """Wraps ``graph`` so that the current run's handler calls it. User parameters have the same positions in each
+    """Wraps ``graph`` so that the current run's residency calls it. User parameters have the same positions in each
     call."""
-    _Process.traced_outside |= _Process.inputs is None
-    if _Process.inputs is not None and assigns_data(module):
+    _Process.traced_outside |= _Process.residency is None
+    if _Process.residency is not None and assigns_data(module):
         raise ValueError(
             "compiled code assigns p.data, which would replace the memory in which the strategy keeps the parameter:"
             " write p.copy_(...) under torch.no_grad(), or mark the function with torch.compiler.disable."
@@ -77,11 +69,11 @@ def _seen_to(module: Any, graph: Graph) -> Graph:
 
     def call(*args: Any) -> Any:
         nonlocal places
-        if _Process.inputs is None:
+        if _Process.residency is None:
             return graph(*args)
         if places is None:
             places = [i for i, value in enumerate(args) if isinstance(value, nn.Parameter)]
-        return _Process.inputs.call_graph(graph, args, [*(args[place] for place in places), *held])
+        return _Process.residency.call_graph(graph, args, [*(args[place] for place in places), *held])
 
     return call
 

@@ -5,8 +5,6 @@
 [Places] *device*, *host* memory, *disk*. On a CPU-only machine, device and host are the same memory. A tensor is then
 counted in the place that it would have with an accelerator: the shards of ``offload="cpu"`` on the host, gathered
 buffers on the device.
-
-*full* counts the bytes of the full tensor, as DDP holds it on every rank; *here* counts those of this rank's shard.
 """
 
 from __future__ import annotations
@@ -26,27 +24,18 @@ KINDS = ("parameters", "gradients", "optimizer")
 PLACES = ("device", "host", "disk")
 
 
-def _nothing() -> dict[str, dict[str, int]]:
-    return {kind: dict.fromkeys(PLACES, 0) for kind in KINDS}
-
-
 @dataclass
 class ModelState:
-    """Numbers of bytes by kind and place."""
+    """Numbers of bytes on this rank by kind and place."""
 
-    full: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    """Kind -> bytes of the full tensors."""
-    here: dict[str, dict[str, int]] = field(default_factory=_nothing)
-    """Kind -> place -> bytes on this rank."""
+    here: dict[str, dict[str, int]] = field(default_factory=lambda: {kind: dict.fromkeys(PLACES, 0) for kind in KINDS})
+    """Kind -> place -> bytes."""
 
     def add(self, kind: str, tensor: Tensor, place: str) -> None:
-        """Counts ``tensor``: its full size, and this rank's shard."""
-        self.full[kind] += tensor.numel() * tensor.element_size()
-        part = local(tensor)
-        self.add_bytes(kind, part.numel() * part.element_size(), place)
+        """Counts ``tensor``, or this rank's shard of it."""
+        self.add_bytes(kind, local(tensor).nbytes, place)
 
     def add_bytes(self, kind: str, nbytes: int, place: str) -> None:
-        """Counts bytes that this rank holds in addition to its shards: buffers, files."""
         self.here[kind][place] += nbytes
 
     def held(self, kind: str) -> int:

@@ -75,14 +75,12 @@ BUDGET_BYTES = 1 << 30
 """Budget outside of a run, where ranks cannot agree on the free memory."""
 
 
-def budget_bytes(given: int | None, device: torch.device, agreement: Agreement | None) -> int:
+def budget_bytes(device: torch.device, agreement: Agreement | None) -> int:
     """Bytes of full tensors that may be open at a time, in addition to those of the current call (collective).
 
-    The default is an eighth of the free memory of the device, or of this rank's share of the host's. All ranks take
+    It is an eighth of the free memory of the device, or of this rank's share of the host's. All ranks take
     the minimum, because inside a step they must close and gather the same keys.
     """
-    if given is not None:
-        return given
     if agreement is None:
         return BUDGET_BYTES
     module = torch.get_device_module(device)

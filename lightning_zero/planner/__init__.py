@@ -10,32 +10,20 @@ from __future__ import annotations
 
 from lightning_zero.planner.choice import choose
 from lightning_zero.planner.rows import GIB, Plan, Row, aligned, row_name
-from lightning_zero.planner.run import (
-    HEADROOM,
-    Planner,
-    device_memory_bytes,
-    first_batch,
-    plan,
-    planned_on_rank_0,
-    resolve_shard_size,
-    training_batch,
-)
-from lightning_zero.planner.study import PRECISIONS
+from lightning_zero.planner.run import HEADROOM, device_memory_bytes, first_batch, plan, plan_of_run
+from lightning_zero.planner.tracing import structure_of
 
 __all__ = [
     "GIB",
     "HEADROOM",
-    "PRECISIONS",
     "Plan",
-    "Planner",
     "Row",
     "aligned",
     "choose",
     "device_memory_bytes",
     "first_batch",
     "plan",
-    "planned_on_rank_0",
-    "resolve_shard_size",
+    "plan_of_run",
     "row_name",
-    "training_batch",
+    "structure_of",
 ]

@@ -20,7 +20,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lightning_zero.comm.costs import wire_bytes
 
@@ -114,26 +114,16 @@ class Moment:
     """Name of the parameter whose gradient became complete; empty in the forward."""
     activations: float = 0
     """Peak bytes of activations during the moment, without gradients of parameters."""
+    returns: bool = False
+    """Whether the unit, if it is not the root, has a backward after this forward."""
 
 
-@dataclass(kw_only=True)
-class Trace:
-    """One micro-batch: its moments, and the units in the order in which they ran."""
-
-    moments: list[Moment] = field(default_factory=list)
-    forwards: list[int] = field(default_factory=list)
-    """Units except the root in the order of their forwards; a unit that ran twice is listed twice."""
-    returning: list[int] = field(default_factory=list)
-    """The elements of ``forwards`` that have a backward."""
-
-
-def untraced(layout: Layout) -> Trace:
-    """A stand-in for a trace: the units run one after another, without activations."""
-    forwards = list(range(layout.root))
-    moments = [Moment(unit=u) for u in (*forwards, layout.root)]
-    for unit in (*reversed(forwards), layout.root):
+def untraced(layout: Layout) -> list[Moment]:
+    """The moments of a micro-batch that was not traced: the units run one after another, without activations."""
+    moments = [Moment(unit=u, returns=u != layout.root) for u in range(len(layout.units))]
+    for unit in (*reversed(range(layout.root)), layout.root):
         moments += [Moment(unit=unit, gradient=p.name) for p in layout.units[unit].stepped]
-    return Trace(moments=moments, forwards=forwards, returning=forwards)
+    return moments
 
 
 def trainable_bytes(parameters: Sequence[ParameterSize]) -> float:
@@ -200,7 +190,7 @@ def offloaded_bytes(layout: Layout, rules: StepRules) -> dict[str, float]:
 # -- one step --------------------------------------------------------------------------------------------------------
 
 
-def account(layout: Layout, trace: Trace, rules: StepRules, step_bytes: float = 0) -> list[dict[str, float]]:
+def account(layout: Layout, trace: Sequence[Moment], rules: StepRules, step_bytes: float = 0) -> list[dict[str, float]]:
     """Device bytes by kind (:data:`KINDS`) at each moment of the last micro-batch of an optimizer step, then during the
     optimizer's own step, whose temporaries take ``step_bytes``."""
     held, off = state_bytes(layout, rules.stage, rules.world_size), offloaded_bytes(layout, rules)
@@ -213,7 +203,7 @@ def account(layout: Layout, trace: Trace, rules: StepRules, step_bytes: float = 
     return [{**held, **dict(zip(changing, moment, strict=True))} for moment in (*moments, at_step)]
 
 
-def _ddp(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[tuple[float, ...]]:
+def _ddp(layout: Layout, trace: Sequence[Moment], rules: StepRules) -> Iterator[tuple[float, ...]]:
     """DDP at each moment: gradients, casts, buckets, activations.
 
     The buckets in which gradients are averaged are a second copy of them. Autocast casts weights and saves the casts
@@ -223,14 +213,14 @@ def _ddp(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[tuple[float
     casts = float(sum(p.numel * p.compute_itemsize for p in layout.parameters if p.compute_itemsize != p.itemsize))
     full = state_bytes(layout, 0, 1)["gradients"]
     complete = full if rules.micro_batches > 1 else 0.0
-    for m in trace.moments:
+    for m in trace:
         if m.gradient and rules.micro_batches == 1:
             complete += sizes[m.gradient].numel * sizes[m.gradient].itemsize
         stale = full if rules.automatic and not m.gradient else 0.0
         yield max(complete, stale), casts, buckets, m.activations
 
 
-def _sharded(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[tuple[float, ...]]:
+def _sharded(layout: Layout, trace: Sequence[Moment], rules: StepRules) -> Iterator[tuple[float, ...]]:
     """``fully_shard`` at each moment, as ``engines/fsdp2`` drives it: gradients, gathered copies, reduce buffers,
     activations. The gradients of the root are reduced last."""
     n, root, units = rules.world_size, layout.root, layout.units
@@ -247,9 +237,9 @@ def _sharded(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[tuple[f
     # Lightning's closure zeroes gradients after the forward, so the previous step's are alive during it.
     stale = sum(shards) if rules.automatic else 0.0
     always = trainable_bytes(layout.replicated)
-    incomplete = Counter(m.unit for m in trace.moments if m.gradient) + Counter([root])
+    incomplete = Counter(m.unit for m in trace if m.gradient) + Counter([root])
     reduce_buffer = 0.0
-    for m, gathered in zip(trace.moments, _gathered(layout, trace, rules), strict=True):
+    for m, gathered in zip(trace, _gathered(layout, trace, rules), strict=True):
         if not m.gradient:
             yield max(sum(held), stale) + always, gathered, 0.0, m.activations
             continue
@@ -265,16 +255,17 @@ def _sharded(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[tuple[f
     yield sum(held) + always, 0.0, reduced[root] * (1 + 1 / n), 0.0
 
 
-def _gathered(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[float]:
+def _gathered(layout: Layout, trace: Sequence[Moment], rules: StepRules) -> Iterator[float]:
     """Bytes of gathered copies at each moment.
 
     At stage 3 the root, the running unit and, in a backward, the prefetched next unit are gathered. The message buffer
     of a gather is as large as the copy.
     """
     copies = [u.gathered_bytes(rules.world_size) for u in layout.units]
-    then = {later: earlier for earlier, later in itertools.pairwise(trace.returning)}
-    first_back = trace.returning[-1] if trace.returning else None  # stays gathered until its backward
-    for m in trace.moments:
+    returning = [m.unit for m in trace if m.returns]
+    then = {later: earlier for earlier, later in itertools.pairwise(returning)}
+    first_back = returning[-1] if returning else None  # stays gathered until its backward
+    for m in trace:
         if m.gradient and m.unit != layout.root:
             first_back = None
         unit = first_back if m.unit == layout.root and first_back is not None else m.unit
@@ -292,7 +283,7 @@ def _unsharded_step_bytes(unit: UnitSize, n: int) -> float:
 # -- traffic ---------------------------------------------------------------------------------------------------------
 
 
-def traffic(layout: Layout, trace: Trace, rules: StepRules) -> dict[str, float]:
+def traffic(layout: Layout, trace: Sequence[Moment], rules: StepRules) -> dict[str, float]:
     """Collective -> bytes that this rank sends per optimizer step; it receives as many.
 
     Section 7 of the paper, unit by unit: DDP 2Ψ, stage 1 Ψ + Ψ, stage 2 Ψ + AΨ, stage 3 2AΨ + AΨ for A micro-batches.
@@ -305,7 +296,7 @@ def traffic(layout: Layout, trace: Trace, rules: StepRules) -> dict[str, float]:
     sent["all_reduce"] = wire_bytes("all_reduce", trainable_bytes(averaged), ranks)
     sent["broadcast"] = wire_bytes("broadcast", layout.broadcast_bytes, ranks)
     gathers = _num_gathers(layout, trace, rules)
-    completed = Counter(m.gradient for m in trace.moments)
+    completed = Counter(m.gradient for m in trace)
     for index, unit in enumerate(layout.units if rules.stage else ()):
         backwards = max((completed[p.name] for p in unit.stepped), default=0)
         reductions = 1 if rules.stage == 1 else rules.micro_batches * backwards
@@ -316,12 +307,13 @@ def traffic(layout: Layout, trace: Trace, rules: StepRules) -> dict[str, float]:
     return {name: nbytes for name, nbytes in sent.items() if nbytes}
 
 
-def _num_gathers(layout: Layout, trace: Trace, rules: StepRules) -> Counter[int]:
+def _num_gathers(layout: Layout, trace: Sequence[Moment], rules: StepRules) -> Counter[int]:
     """Index of each unit -> number of its gathers per optimizer step."""
     a = rules.micro_batches
     if rules.stage < 3:
         return Counter(dict.fromkeys(range(len(layout.units)), 1 if rules.keep_gathered else a))
-    stays_gathered = trace.returning[-1:] if rules.automatic else []
-    gathers = Counter([layout.root, *trace.forwards, *trace.returning])
-    gathers.subtract(stays_gathered)
+    forwards = [m.unit for m in trace if not m.gradient and m.unit != layout.root]
+    returning = [m.unit for m in trace if m.returns]
+    gathers = Counter([layout.root, *forwards, *returning])
+    gathers.subtract(returning[-1:] if rules.automatic else [])  # that unit stays gathered
     return Counter({unit: a * times for unit, times in gathers.items()})

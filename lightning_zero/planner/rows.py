@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from lightning_zero.planner.memory import KINDS
 
@@ -40,35 +38,33 @@ class Row:
     """``ddp``, ``zero1`` ... ``zero3_nvme``."""
     stage: int
     offload: str
+    checkpointing: bool
+    """Whether activations are recomputed, by the run's ``activation_checkpointing``, else by ``"full"``."""
     parameters: float
     gradients: float
     optimizer: float
     """Parameters, gradients and optimizer states between two steps; :attr:`at_peak` has the bytes during a step."""
-    gathered_unit: float
-    """The largest unit while it is gathered."""
     activations: float
-    """Peak of the activations of one micro-batch without recomputation."""
-    activations_checkpointed: float
-    """The same with recomputation (:attr:`Plan.recomputed`)."""
+    """Peak of the activations of one micro-batch."""
     at_peak: Mapping[str, float]
     """Kind -> device bytes at the peak of a step."""
     peak: float
-    at_peak_checkpointed: Mapping[str, float]
-    peak_checkpointed: float
     host: float
     """Host memory during a step."""
     disk: float
     sent: Mapping[str, float]
     """Collective -> bytes that this rank sends per optimizer step; it receives as many."""
-    sent_total: float
     fits: bool
-    fits_checkpointed: bool
+    """Whether peak and host memory fit; ``False`` if no device memory was given."""
     max_micro_batch: int
-    max_micro_batch_checkpointed: int
 
-    def peak_with(self, checkpointing: bool) -> float:
-        """Peak device bytes of a step, with recomputation or without."""
-        return self.peak_checkpointed if checkpointing else self.peak
+    @property
+    def label(self) -> str:
+        return f"{self.name}, ckpt" if self.checkpointing else self.name
+
+    @property
+    def sent_total(self) -> float:
+        return sum(self.sent.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,23 +84,18 @@ class Plan:
     optimizers: Sequence[str]
     device: str
     """Kind of device of the plan, such as ``"cuda"``."""
-    device_bytes: float | None
     usable_bytes: float | None
     rows: Sequence[Row]
     choice: str | None
     """Name of the recommended row; ``None`` if none fits."""
     checkpointing: bool
-    """Whether the recommended row needs activation checkpointing, or the config already sets it."""
-    recomputed: str
-    """Description of the recomputation that the ``ckpt`` columns assume."""
+    """Whether the recommended row recomputes activations."""
     reason: str
     notes: Sequence[str] = field(default_factory=tuple)
 
     def row(self, name: str) -> Row:
+        """The row of a stage and offload with the run's own ``activation_checkpointing``."""
         return next(r for r in self.rows if r.name == name)
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         return self.table()
@@ -118,26 +109,23 @@ class Plan:
             f" on {self.device}; GiB per rank",
             "",
         ]
-        numbers = ["param", "grad", "optim", "unit", "act", "peak", "act ckpt", "peak ckpt"]
-        rows = [["", *numbers, "host", "disk", "sent/step", "fits", "max batch"]]
+        rows = [["", *"param grad optim act peak host disk sent/step fits".split(), "max batch"]]
         for r in self.rows:
-            fits = "?" if self.usable_bytes is None else "yes" if r.fits else "ckpt" if r.fits_checkpointed else "no"
-            largest = f"{r.max_micro_batch}/{r.max_micro_batch_checkpointed}"
+            is_choice = (r.name, r.checkpointing) == (self.choice, self.checkpointing)
             rows.append(
                 [
-                    r.name + (" <-" if r.name == self.choice else ""),
-                    *map(gib, (r.parameters, r.gradients, r.optimizer, r.gathered_unit)),
-                    *map(gib, (r.activations, r.peak, r.activations_checkpointed, r.peak_checkpointed)),
+                    r.label + (" <-" if is_choice else ""),
+                    *map(gib, (r.parameters, r.gradients, r.optimizer, r.activations, r.peak)),
                     *(gib(v) if v else "-" for v in (r.host, r.disk, r.sent_total)),
-                    fits,
-                    "-" if self.usable_bytes is None else largest,
+                    "?" if self.usable_bytes is None else "yes" if r.fits else "no",
+                    "-" if self.usable_bytes is None else str(r.max_micro_batch),
                 ]
             )
         foot = [
             "",
-            "param, grad, optim: between two steps; unit: the largest gathered unit; act: peak of activations;",
-            "peak: all of these during a step, within 10 % of measured peaks; max batch: the largest micro-batch",
-            f"that fits, without / with ckpt; ckpt: {self.recomputed}.",
+            "param, grad, optim: between two steps; act: peak of activations; peak: all of these and gathered units",
+            "during a step, within 10 % of measured peaks; max batch: the largest micro-batch that fits;",
+            "ckpt: activations recomputed, as the settings say or in each unit.",
         ]
         foot += [f"note: {note}." for note in self.notes]
         return "\n".join([*head, *aligned(rows), *foot, "", f"take {self.reason}" if self.choice else self.reason])
@@ -151,20 +139,18 @@ class Plan:
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
-        bars = {row.name: row.at_peak for row in self.rows}
-        bars |= {f"{row.name}, ckpt": row.at_peak_checkpointed for row in self.rows}
-        names = [name for row in self.rows for name in (row.name, f"{row.name}, ckpt")]
+        names = [row.label for row in self.rows]
         figure, axes = pyplot.subplots(figsize=(9.0, 1.5 + 0.25 * len(names)), layout="constrained")
         left = [0.0] * len(names)
         for kind in KINDS:
-            sizes = [bars[name][kind] / GIB for name in names]
+            sizes = [row.at_peak[kind] / GIB for row in self.rows]
             axes.barh(names, sizes, left=left, label=kind)
             left = [start + size for start, size in zip(left, sizes, strict=True)]
         if self.usable_bytes is not None:
             axes.axvline(self.usable_bytes / GIB, color="black", linestyle=":", label="usable")
         axes.bar_label(axes.containers[-1], [f" {gib(end * GIB)}" for end in left], fontsize=7)
         axes.invert_yaxis()
-        axes.set_xlabel(f"GiB per rank at the peak of a step; ckpt: {self.recomputed}")
+        axes.set_xlabel("GiB per rank at the peak of a step; ckpt: activations recomputed")
         axes.set_title(f"{self.module}, {self.world_size} rank(s): {self.choice or 'nothing fits'}")
         figure.legend(fontsize="small", loc="outside lower center", ncols=4)
         figure.savefig(path, format="png", dpi=120)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,14 +22,10 @@ from lightning_zero.engines.optimizer_family import family, states
 from lightning_zero.engines.precision import REDUCE_DTYPES
 from lightning_zero.engines.units import BATCH_NORMS, UnitPlan, plan_units
 from lightning_zero.planner import memory
-from lightning_zero.planner.memory import Layout, ParameterSize, StepRules, Trace, UnitSize
+from lightning_zero.planner.memory import Layout, Moment, ParameterSize, StepRules, UnitSize
 from lightning_zero.planner.rows import Row, row_name
 from lightning_zero.planner.tracing import LiveBytes, NotTraceable, fake, shadow, trace
-from lightning_zero.private.lightning import MockOptimizer
 from lightning_zero.private.torch import FakeTensorMode, pytree
-
-MAX_MICRO_BATCH = 65536
-
 
 # -- precision -------------------------------------------------------------------------------------------------------
 
@@ -121,17 +115,16 @@ class Study:
         given = config.activation_checkpointing
         if given.offload and self.target.type != "cpu":
             self.notes.append("activation_checkpointing.offload: saved inputs are counted as if they stayed there")
-        given = dataclasses.replace(given, offload=False)
         recompute = given if given.is_on else ActivationCheckpointingConfig(target="full")
-        plain, recomputed = self._trace(None), self._trace(recompute)
+        traces = {False: self._trace(None), True: self._trace(recompute)}
         used = {name for name, p in self.copy.named_parameters() if p.requires_grad}
-        if plain is not None:
-            used = {m.gradient for m in plain.moments}
+        if (plain := traces[False]) is not None:
+            used = {m.gradient for m in plain}
         self.optimizer_peak = 0.0
         """Bytes of temporaries of an optimizer step on unsharded parameters."""
         self.layout = self._layout(used, self._optimizer_states(used))
-        self.is_traced = plain is not None and recomputed is not None
-        self.plain, self.recomputed = plain or memory.untraced(self.layout), recomputed or memory.untraced(self.layout)
+        self.traces = {recomputes: made or memory.untraced(self.layout) for recomputes, made in traces.items()}
+        """Traces without recomputation and with it."""
 
     def _stored(self, t: Tensor) -> torch.dtype:
         return self.stored if self.stored is not None and t.is_floating_point() else t.dtype
@@ -177,7 +170,7 @@ class Study:
 
     # -- activations
 
-    def _trace(self, recompute: ActivationCheckpointingConfig | None) -> Trace | None:
+    def _trace(self, recompute: ActivationCheckpointingConfig | None) -> list[Moment] | None:
         """Traces one micro-batch with parameters in the compute dtype, as gathered ones are; ``None`` if that is not
         possible."""
         if self.batch is None:
@@ -219,7 +212,7 @@ class Study:
         with quiet(), self.mode:
             try:
                 trainer.strategy.setup_optimizers(trainer)
-                return [o for o in trainer.strategy.optimizers if not isinstance(o, MockOptimizer)]
+                return list(trainer.strategy.optimizers)
             except Exception as error:  # user code may need a real Trainer
                 found = f"{type(error).__name__}: {error}"
                 self.notes.append(f"configure_optimizers could not be run ({found}), so AdamW is assumed")
@@ -261,50 +254,45 @@ class Study:
 
     # -- rows
 
-    def row(self, rules: StepRules, usable: float | None) -> Row:
-        """The row for one stage and offload, with ``usable`` device bytes per rank."""
-        layout, n = self.layout, rules.world_size if rules.stage else 1
+    def row(self, rules: StepRules, checkpointing: bool, usable: float | None, usable_on_host: float | None) -> Row:
+        """The row for one stage and offload, with so many usable bytes per rank on the device and on the host."""
+        layout, trace, n = self.layout, self.traces[checkpointing], rules.world_size if rules.stage else 1
         # An optimizer in host memory has its temporaries there; an element-wise one has those of its shards only.
         step_bytes = 0.0 if rules.offload != "none" and not rules.host_is_device else self.optimizer_peak
         if all(map(self._is_elementwise, self.optimizers)):
             step_bytes /= n
-        plain, recomputed = (memory.account(layout, each, rules, step_bytes) for each in (self.plain, self.recomputed))
-        at_peak, at_peak_recomputed = (max(each, key=_total) for each in (plain, recomputed))
+        moments = memory.account(layout, trace, rules, step_bytes)
+        at_peak = max(moments, key=_total)
+        peak = _total(at_peak)
         state, off = memory.state_bytes(layout, rules.stage, n), memory.offloaded_bytes(layout, rules)
-        sent = memory.traffic(layout, self.plain, rules)
         files = off["parameters"] + off["optimizer"] if rules.offload == "nvme" else 0.0
+        host = sum(off.values()) - files
         return Row(
             name=row_name(rules.stage, rules.offload),
             stage=rules.stage,
             offload=rules.offload,
+            checkpointing=checkpointing,
             parameters=state["parameters"],
             gradients=state["gradients"],
             optimizer=state["optimizer"],
-            gathered_unit=float(max(u.gathered_bytes(n) for u in layout.units)) if rules.stage else 0.0,
-            activations=max(m.activations for m in self.plain.moments),
-            activations_checkpointed=max(m.activations for m in self.recomputed.moments),
+            activations=max(m.activations for m in trace),
             at_peak=at_peak,
-            peak=_total(at_peak),
-            at_peak_checkpointed=at_peak_recomputed,
-            peak_checkpointed=_total(at_peak_recomputed),
-            host=sum(off.values()) - files,
+            peak=peak,
+            host=host,
             disk=files,
-            sent=sent,
-            sent_total=sum(sent.values()),
-            fits=usable is not None and _total(at_peak) <= usable,
-            fits_checkpointed=usable is not None and _total(at_peak_recomputed) <= usable,
-            max_micro_batch=self._largest(plain, usable),
-            max_micro_batch_checkpointed=self._largest(recomputed, usable),
+            sent=memory.traffic(layout, trace, rules),
+            fits=usable is not None and peak <= usable and (usable_on_host is None or host <= usable_on_host),
+            max_micro_batch=self._largest(moments, usable),
         )
 
     def _largest(self, moments: Sequence[Mapping[str, float]], usable: float | None) -> int:
         """The largest micro-batch that fits, if activations are proportional to it; 0 if none fits or if there was no
         trace."""
-        if usable is None or not self.batch_size or not self.is_traced:
+        if usable is None:
             return 0
         room = [(usable - _total(m) + m["activations"], m["activations"]) for m in moments]
-        times = min((left / taken for left, taken in room if taken), default=math.inf)
-        return int(min(self.batch_size * times, MAX_MICRO_BATCH)) if all(left >= 0 for left, _ in room) else 0
+        times = min((left / taken for left, taken in room if taken), default=0.0)
+        return int(self.batch_size * times) if all(left >= 0 for left, _ in room) else 0
 
 
 def _total(kinds: Mapping[str, float]) -> float:

@@ -9,21 +9,24 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.config import ActivationCheckpointingConfig
-from lightning_zero.engines.recompute import Recomputed
+from lightning_zero.config import ActivationCheckpointingConfig, CompileConfig
+from lightning_zero.engines.forwards import Forwards
 from lightning_zero.engines.units import UnitPlan
-from lightning_zero.planner.memory import Moment, Trace
+from lightning_zero.planner.memory import Moment
 from lightning_zero.private.lightning import set_device, trainer_of
 from lightning_zero.private.torch import ITEM, TorchDispatchMode, in_backward, pytree
 
+_Module = TypeVar("_Module", bound=nn.Module)
 _INDEX = torch.ops.aten.index.Tensor
 
 
@@ -67,6 +70,12 @@ def shadow(
     return copied
 
 
+def structure_of(module: _Module) -> _Module:
+    """A copy of ``module`` on the meta device, for a plan after ``module`` has been sharded. Raises as :func:`shadow`
+    does."""
+    return cast(_Module, shadow(module, nullcontext(), torch.device("meta"), lambda name, t: t.dtype))
+
+
 class _FakeCopies(TorchFunctionMode):
     """Makes fake copies also of tensors that are neither parameters nor buffers, such as the states of metrics."""
 
@@ -103,7 +112,7 @@ class LiveBytes(TorchDispatchMode):
         if func is ITEM:
             dtype = args[0].dtype
             return hasattr(args[0], "of_all") if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-        if any(issubclass(type(t), nn.Parameter) for t in pytree.tree_leaves(args)):  # a fake one is of another class
+        if any(map(_is_real_parameter, pytree.tree_leaves(args))):
             raise NotTraceable("the step of the copy uses a parameter of the module itself")
         if func is _INDEX:
             args = args[0], [each for index in args[1] for each in _all_selected(index)], *args[2:]
@@ -147,7 +156,7 @@ def trace(
     step: Callable[[], Tensor | None],
     batch: Sequence[Tensor],
     recompute: ActivationCheckpointingConfig | None = None,
-) -> Trace:
+) -> list[Moment]:
     """Runs ``step`` and its backward on a :func:`shadow` under its ``FakeTensorMode``; the shadow cannot be used again.
 
     ``step`` is a forward that returns the loss, or ``None`` if it ran the backward itself.
@@ -159,20 +168,31 @@ def trace(
     live = LiveBytes([*module.parameters(), *module.buffers(), *batch])
     watch = _Watch(module, units, live)
     if recompute is not None and (recompute.units is not None or watch.root):
-        Recomputed(recompute, module, [unit.module for unit in units.units[:-1]], torch.device("cpu")).begin()
+        blocks = [unit.module for unit in units.units[:-1]]
+        Forwards(recompute, CompileConfig(), module, blocks, torch.device("cpu")).begin()
     try:
-        with live:
+        with live, register_module_forward_pre_hook(_refuse_layer):
             loss = step()
             watch.moment(watch.root)
             if isinstance(loss, Tensor) and loss.requires_grad:
                 loss.backward()
             del loss
             watch.moment(watch.root)
-        if not any(m.gradient for m in watch.made.moments):
+        if not any(m.gradient for m in watch.moments):
             raise NotTraceable("no parameter received a gradient")
     except Exception as error:  # user code under fake tensors can raise anything
         raise NotTraceable(_first_line(error)) from error
-    return watch.made
+    return watch.moments
+
+
+def _is_real_parameter(value: Any) -> bool:
+    return issubclass(type(value), nn.Parameter)  # a fake parameter is of another class
+
+
+def _refuse_layer(layer: nn.Module, args: Any) -> None:
+    """Refuses a layer of the module itself: it may be sharded by now, and its hooks would gather."""
+    if any(map(_is_real_parameter, layer.parameters())):
+        raise NotTraceable(f"the step of the copy runs the module's own {type(layer).__name__}")
 
 
 def _refuse_functions(copied: nn.Module) -> None:
@@ -194,7 +214,7 @@ class _Watch:
     """Hooks that record a moment whenever a unit has run or a gradient is complete."""
 
     def __init__(self, module: nn.Module, units: UnitPlan, live: LiveBytes) -> None:
-        self.live, self.made = live, Trace()
+        self.live, self.moments = live, list[Moment]()
         self.root = len(units.units) - 1
         for index, unit in enumerate(units.units):
             for name, p in unit.parameters.items():
@@ -221,13 +241,11 @@ class _Watch:
     def _leave(self, unit: int, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward():
             return
-        self.moment(unit)
-        self.made.forwards.append(unit)
-        if any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output)):
-            self.made.returning.append(unit)
+        returns = any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output))
+        self.moment(unit, returns=returns)
 
-    def moment(self, unit: int, gradient: str = "") -> None:
-        self.made.moments.append(Moment(unit=unit, gradient=gradient, activations=self.live.peak))
+    def moment(self, unit: int, gradient: str = "", returns: bool = False) -> None:
+        self.moments.append(Moment(unit=unit, gradient=gradient, activations=self.live.peak, returns=returns))
         self.live.peak = self.live.live
 
 

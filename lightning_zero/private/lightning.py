@@ -53,12 +53,10 @@ LIGHTNING = Library(
         # strategies
         f"{_STRATEGIES}:Strategy": "_checkpoint_io _launcher _precision_plugin",
         f"{_STRATEGIES}:ParallelStrategy": "_layer_sync",
-        f"{_STRATEGIES}:DDPStrategy": "_timeout _start_method _ddp_comm_hook _configure_launcher"
-        " _get_process_group_backend",
+        f"{_STRATEGIES}:DDPStrategy": "_timeout _start_method _configure_launcher _get_process_group_backend",
         "lightning.pytorch.overrides.distributed": "_sync_module_states",
         # modules, optimizers, precision
         "lightning.pytorch.plugins.precision:Precision": "_after_closure",
-        "lightning.pytorch.core.optimizer": "_MockOptimizer",
         "lightning.pytorch:LightningModule": "_trainer",
         "lightning.fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin": "_device",
     },
@@ -71,7 +69,6 @@ TORCHMETRICS = Library("torchmetrics", ">=1.4,<1.10", {"torchmetrics:Metric": "_
 with importing(LIGHTNING):
     from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
     from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
-    from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer  # for configure_optimizers -> None
     from lightning.pytorch.loops.loop import _Loop
     from lightning.pytorch.overrides.distributed import _sync_module_states as sync_module_states  # as DDP begins
     from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalStateSnapshot
@@ -85,7 +82,6 @@ with importing(LIGHTNING):
 
 __all__ = [
     "GlobalStateSnapshot",
-    "MockOptimizer",
     "SubprocessScriptLauncher",
     "TunerExit",
     "set_num_threads_if_needed",
@@ -225,11 +221,6 @@ def backend_of(strategy: Any) -> str:
 def start_method(strategy: DDPStrategy) -> str:
     """Returns how processes are started: ``"popen"``, or a start method of ``multiprocessing``."""
     return strategy._start_method
-
-
-def comm_hook(strategy: Any) -> Any:
-    """Returns the communication hook that was passed to DDP; ``None`` for other strategies that wrap into DDP."""
-    return strategy._ddp_comm_hook if isinstance(strategy, DDPStrategy) else None
 
 
 def layer_sync(strategy: Any) -> Any:

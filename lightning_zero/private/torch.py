@@ -59,8 +59,8 @@ TORCH = Library(
         "torch._functorch.pyfunctorch": "temporarily_clear_interpreter_stack",
         "torch._functorch.apis": "vmap_impl",
         "torch._functorch.eager_transforms": "grad_and_value_impl _vjp_with_argnums _jvp_with_argnums",
-        "torch._dynamo": "reset_code_caches OptimizedModule exc.TorchDynamoException exc.unimplemented",
-        "torch._dynamo.eval_frame": "skip_code _debug_get_cache_entry_list",
+        "torch._dynamo": "reset_code_caches OptimizedModule exc.unimplemented",
+        "torch._dynamo.eval_frame": "skip_code",
         "torch._dynamo.eval_frame:_TorchDynamoContext": "_torchdynamo_orig_callable",
         "torch._dynamo.output_graph:OutputGraph": "call_user_compiler grapharg",
         "torch._dynamo.variables.builder:GraphArg": "example",
@@ -247,22 +247,6 @@ def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
             if tensor is not None:
                 saved[f"{prefix}.{name}" if prefix else name] = tensor
     return saved
-
-
-def dynamo_error() -> type[Exception]:
-    """Returns the base class of errors of tracing and backends, which has no public name. A function, because importing
-    Dynamo takes a second."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    return TorchDynamoException
-
-
-def is_traced(function: Any) -> bool:
-    """Whether Dynamo has compiled at least a part of ``function``'s own code; there is no public way to ask."""
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    code = getattr(function, "__code__", None)  # a method has the code of its function
-    return code is None or len(_debug_get_cache_entry_list(code)) > 0
 
 
 def as_traced(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
 from lightning_zero.comm.shards import gathered
+from lightning_zero.engines import base
 from lightning_zero.private.torch import DisableTorchFunction
 from tests.helpers import zoo
 
@@ -195,7 +196,7 @@ def test_a_write_to_a_view_after_its_block_has_run_is_an_error(ranks2) -> None:
     ranks2(_write_late, {"stage": 3, **zoo.BLOCKS})
 
 
-def _loop_over_all(settings: dict[str, Any], budget_bytes: int) -> tuple[int, int]:
+def _loop_over_all(settings: dict[str, Any], budget_bytes: int | None) -> tuple[int, int]:
     """The most bytes of parameters that are there at a time, and of all of them."""
 
     class Loops(zoo.Zoo):
@@ -208,8 +209,11 @@ def _loop_over_all(settings: dict[str, Any], budget_bytes: int) -> tuple[int, in
                     self.most = max(self.most, sum(q.untyped_storage().nbytes() for q in self.parameters()))
 
     module = Loops()
-    trainer = zoo.make_trainer({"stage": 3, "hook_budget_bytes": budget_bytes, **settings}, max_steps=2)
-    trainer.fit(module, DataLoader(zoo.RandomDataset(), zoo.BATCH))
+    trainer = zoo.make_trainer({"stage": 3, **settings}, max_steps=2)
+    with ExitStack() as stack:
+        if budget_bytes is not None:
+            stack.enter_context(mock.patch.object(base, "budget_bytes", return_value=budget_bytes))
+        trainer.fit(module, DataLoader(zoo.RandomDataset(), zoo.BATCH))
     return module.most, sum(p.nbytes for p in module.parameters())
 
 

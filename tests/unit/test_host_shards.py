@@ -24,10 +24,10 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.collected import Collected
 from lightning_zero.comm.shards import PIECE_BYTES, to_host
 from lightning_zero.config import OffloadConfig, ZeroConfig
+from lightning_zero.engines.forwards import OnHost
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.engine import Fsdp2Engine
 from lightning_zero.engines.precision import DtypePolicy
-from lightning_zero.engines.recompute import OnHost
 from tests.helpers import pretend, zoo
 from tests.helpers.ranks import RankPool, outcome
 

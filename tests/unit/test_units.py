@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_zero.config import ActivationCheckpointingConfig
-from lightning_zero.engines.recompute import recomputed_modules
+from lightning_zero.engines.forwards import recomputed_modules
 from lightning_zero.engines.units import ROOT, plan_units
 
 

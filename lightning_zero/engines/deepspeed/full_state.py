@@ -105,8 +105,7 @@ def model_state(
         on_host = moves if device.type == "cpu" else tensor.device.type == "cpu"
         state.add_bytes(kind, tensor.numel() * tensor.element_size(), "host" if on_host else "device")
 
-    for p, shape in params.shapes.items():
-        state.full["parameters"] += shape.numel() * p.element_size()
+    for p in params.shapes:
         here("parameters", p.detach())
         if (cut := private.cut_of(p)) is not None:
             here("parameters", cut.detach(), config.offloads_parameters)
@@ -115,10 +114,7 @@ def model_state(
             here("parameters", shards.flat_master(i), config.offloads_optimizer)
         for flat in shards.grad_buffers():
             here("gradients", flat, config.offloads_optimizer)
-        for p in shards.with_grad:
-            state.full["gradients"] += params.shapes[p].numel() * p.element_size()
     for _, value in states_of(optimizers):
-        state.full["optimizer"] += value.numel() * value.element_size()
         if isinstance(value, LeftState):
             shard = value.shard
             value = shard.part if isinstance(shard, private.Assembly) else local(shard)

@@ -17,10 +17,9 @@ from torch.optim import Optimizer
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine
-from lightning_zero.engines.compiled import CompiledUnits
 from lightning_zero.engines.deepspeed.ds_config import RunFacts, ds_config
+from lightning_zero.engines.forwards import Forwards
 from lightning_zero.engines.precision import DtypePolicy
-from lightning_zero.engines.recompute import Recomputed
 from lightning_zero.engines.run import EngineRun, Place
 from lightning_zero.engines.units import ROOT, plan_units
 from lightning_zero.host import require_deepspeed
@@ -35,8 +34,7 @@ class DeepSpeedRun(EngineRun):
     def __init__(self, config: ZeroConfig) -> None:
         require_deepspeed()
         super().__init__(config)
-        self._recomputed: Recomputed | None = None
-        self._compiled: CompiledUnits | None = None
+        self._forwards: Forwards | None = None
 
     def check_optimizers(self, optimizers: Collection[Optimizer]) -> None:
         """Raises ``ValueError`` for DeepSpeed's compiled optimizers."""
@@ -90,18 +88,13 @@ class DeepSpeedRun(EngineRun):
         if recomputes.target == compiles.target == "none":
             return
         plan = plan_units(module, self.config.units, self.config.min_unit_numel)
-        units = {unit.name: unit.module for unit in plan.units if unit.name != ROOT}
-        self._recomputed = Recomputed(recomputes, module, [*units.values()], device)
-        if compiles.target == "units":
-            self._compiled = CompiledUnits(compiles, units.items(), self._recomputed)
-        self._recomputed.begin(but=self._compiled.modules if self._compiled is not None else ())
+        units = [unit.module for unit in plan.units if unit.name != ROOT]
+        self._forwards = Forwards(recomputes, compiles, module, units, device)
+        self._forwards.begin()
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        if self._compiled is not None:
-            self._compiled.undo()
-            self._compiled = None
-        if self._recomputed is not None:
-            self._recomputed.undo()
-            self._recomputed = None
+        if self._forwards is not None:
+            self._forwards.undo()
+            self._forwards = None

@@ -70,7 +70,7 @@ from lightning_zero.comm.shards import gathered, local, to_host
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import entries, leave_states
 from lightning_zero.engines.base import Engine, undetached_state_dict
-from lightning_zero.engines.compiled import CompiledUnits
+from lightning_zero.engines.forwards import Forwards
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.assigned import AssignedGradients
 from lightning_zero.engines.fsdp2.cpu import Direct
@@ -99,7 +99,6 @@ from lightning_zero.engines.model_state import ModelState, place_of, states_of
 from lightning_zero.engines.optimizer_step import ShardedStep
 from lightning_zero.engines.plain_copies import PlainCopies
 from lightning_zero.engines.precision import DtypePolicy
-from lightning_zero.engines.recompute import Recomputed
 from lightning_zero.engines.refusals import (
     refuse_held_views,
     refuse_script_modules,
@@ -144,7 +143,6 @@ class Fsdp2Engine(Engine):
         self._reduced: set[int] = set()  # groups that autograd's own schedule reduced in this backward, by id
         self._last = LastUnit()
         self._handles: list[Any] = []
-        self._compiled: CompiledUnits | None = None
         self._is_accumulating = False  # current gradients wait for those of later micro-batches
 
     # -- sharding ------------------------------------------------------------------------------------------------
@@ -163,8 +161,8 @@ class Fsdp2Engine(Engine):
             refuse_held_views(module, self.device)
         self.module, self.mesh = module, make_mesh(self.config, self.device)
         plan = plan_shards(module, self.mesh, self.config, self.dtypes, self.device)
-        self._recomputed = Recomputed(
-            *(self.config.activation_checkpointing, module, plan.blocks, self.device),
+        self._forwards = Forwards(
+            *(self.config.activation_checkpointing, self.config.compile, module, plan.blocks, self.device),
             before=lambda m: self._other_paths.recomputes(m),
         )
         self._transport = choose_transport(self.config, self.device, self.mesh)
@@ -216,10 +214,7 @@ class Fsdp2Engine(Engine):
         for owner in root_owners(sharded.root):
             self._handles.append(owner.register_forward_pre_hook(gather_root, prepend=True))
         self._copies.begin()
-        if self.config.compile.target == "units":
-            blocks = zip(sharded.names[:-1], sharded.units[:-1], strict=True)
-            self._compiled = CompiledUnits(self.config.compile, blocks, self._recomputed)
-        self._recomputed.begin(but=self._compiled.modules if self._compiled is not None else ())
+        self._forwards.begin()
 
     # -- what user code touches ----------------------------------------------------------------------------------
 
@@ -564,9 +559,7 @@ class Fsdp2Engine(Engine):
             self._copies.undo()
             for handle in self._handles:
                 handle.remove()
-            if self._compiled is not None:
-                self._compiled.undo()
-            self._recomputed.undo()
+            self._forwards.undo()
             for optimizer in self.optimizers or ():
                 optimizer.__dict__.pop("zero_grad", None)
             for unit in self._sharded.units:

@@ -1,7 +1,8 @@
-"""The setting ``activation_checkpointing``: chosen modules recompute their activations in the backward.
+"""The settings ``activation_checkpointing`` and ``compile``: chosen modules run a changed forward.
 
-PyTorch's ``checkpoint`` is applied to a module's ``forward`` only: its hooks, including an engine's, run once around
-it. In a compiled unit the recomputing forward is compiled (first checkpoint, then compile, then shard).
+It recomputes activations in the backward (PyTorch's ``checkpoint``), is compiled like a call of ``block.compile()``, or
+both: first checkpoint, then compile, then shard. Only a module's ``forward`` is changed: its hooks, including those of
+``fully_shard`` and of this package, run once around it.
 
 Modules keep their class, their names in a ``state_dict`` and their attributes. Copies and pickles are ordinary modules,
 because the only attribute set here is one that torch itself leaves out of them.
@@ -9,19 +10,17 @@ because the only attribute set here is one that torch itself leaves out of them.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Sequence
-from functools import partial, wraps
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_zero.config import ActivationCheckpointingConfig
+from lightning_zero.config import ActivationCheckpointingConfig, CompileConfig
 from lightning_zero.engines.units import LAYERS, matching
 from lightning_zero.private.torch import (
     KEPT_WITHOUT_HOOKS,
@@ -32,10 +31,6 @@ from lightning_zero.private.torch import (
 )
 
 Forward = Callable[..., Any]
-Recompute = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
-"""Calls a forward with the given arguments, and calls it again in the backward."""
-
-_log = logging.getLogger(__name__)
 _aten = torch.ops.aten
 _MATRIX_PRODUCTS = frozenset([_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default])
 _UNCOUNTED = frozenset([_aten.unsafe_chunk.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default])
@@ -44,82 +39,87 @@ kept, and autograd does not detect it."""
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "flex_attention")
 
 
-class Recomputed:
-    """Modules that recompute their activations, until :meth:`undo`.
+class Forwards:
+    """Modules that recompute their activations or are compiled, between :meth:`begin` and :meth:`undo`.
+
+    Units that the user has compiled stay as they are.
 
     Args:
-        config: The modules to recompute, and the tensors to keep.
+        recomputes: The modules to recompute, and the tensors to keep.
+        compiles: Whether and how to compile ``units``.
         module: The module, not yet sharded.
-        units: The shard units except the root's; they are recomputed unless ``config`` names other modules.
+        units: The shard units except the root's; they are recomputed unless ``recomputes`` names other modules.
         device: The device that computes.
         before: Called in the backward with a module whose activations are about to be recomputed.
 
     Raises:
-        ValueError: On all ranks, if there is nothing to recompute or the user has compiled a chosen module.
+        ValueError: On all ranks, if there is nothing to recompute or the user has compiled a module to recompute.
     """
 
     def __init__(
         self,
-        config: ActivationCheckpointingConfig,
+        recomputes: ActivationCheckpointingConfig,
+        compiles: CompileConfig,
         module: nn.Module,
         units: Sequence[nn.Module],
         device: torch.device,
         before: Callable[[nn.Module], None] = lambda module: None,
     ) -> None:
-        self._config, self._recomputing = config, list[nn.Module]()
-        self._on_host = OnHost(device) if config.offload and device.type != "cpu" else None
         self._forwards: dict[nn.Module, Forward] = {}
-        if config.target == "none":
-            return
-        self._recomputing = [m for m in recomputed_modules(config, module, units) if m is not module]
+        recomputed = [m for m in recomputed_modules(recomputes, module, units) if m is not module]
         names = {m: name for name, m in module.named_modules()}
-        if by_hand := [names[m] for m in self._recomputing if compiled_call(m) is not None]:
+        if by_hand := [names[m] for m in recomputed if compiled_call(m) is not None]:
             raise ValueError(
-                f"activation_checkpointing={config.target!r} of {by_hand[0]!r}, which you have compiled: use"
+                f"activation_checkpointing={recomputes.target!r} of {by_hand[0]!r}, which you have compiled: use"
                 " compile='units' instead of your own compile(), or name other modules."
             )
-        if any(getattr(m, "gradient_checkpointing", False) for m in module.modules()) and _speaks():
-            _log.warning(
-                "%s",
-                "activation_checkpointing together with a module's own gradient_checkpointing recomputes activations"
-                " twice: disable one of them.",
-            )
-        self._forwards = {m: _recomputing(m, self._how(m), partial(before, m)) for m in self._recomputing}
+        for m in recomputed:
+            self._forwards[m] = _recomputing(m, _keeps_products(recomputes, m), partial(before, m))
+        for unit in units if compiles.target == "units" else ():
+            if compiled_call(unit) is None:  # equal blocks share their forward's code, and so the compiled graphs
+                self._forwards[unit] = _compiled(self._forwards.get(unit, unit.forward), compiles)
+        if recomputes.offload and device.type != "cpu":
+            on_host = OnHost(device)
+            self._forwards |= {m: _within(on_host, self._forwards[m]) for m in recomputed}
 
-    def _how(self, module: nn.Module) -> Recompute:
-        has_cells = any(isinstance(m, (nn.RNNBase, nn.RNNCellBase)) for m in module.modules())  # they use _UNCOUNTED
-        return _keeping_what_is_costly if self._config.target == "selective" and not has_cells else on_unpacking
-
-    def __contains__(self, module: nn.Module) -> bool:
-        return module in self._recomputing
-
-    def forward_of(self, module: nn.Module) -> Forward:
-        """The forward that ``module`` runs: its own forward, or the recomputing one."""
-        return self._forwards[module] if module in self._recomputing else module.forward
-
-    def offloading(self, forward: Forward) -> Forward:
-        """Wraps ``forward`` to keep its saved inputs in host memory, if ``config.offload`` is set."""
-        if (on_host := self._on_host) is None:
-            return forward
-
-        @wraps(forward)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with on_host:  # checkpoint saves only the inputs
-                return forward(*args, **kwargs)
-
-        return call
-
-    def begin(self, but: Collection[nn.Module] = ()) -> None:
-        """Has the modules recompute from now on, except those in ``but``, whose calls another object sets."""
-        for m in self._recomputing:
-            if m not in but:
-                set_compiled_call(m, _with_hooks(m, self.offloading(self._forwards[m])))
+    def begin(self) -> None:
+        for m, forward in self._forwards.items():
+            set_compiled_call(m, _with_hooks(m, forward))
 
     def undo(self) -> None:
-        """The modules keep their activations again."""
-        for m in self._recomputing:
+        for m in self._forwards:
             set_compiled_call(m, None)
-        self._recomputing = []
+        self._forwards = {}
+
+
+def _keeps_products(config: ActivationCheckpointingConfig, module: nn.Module) -> bool:
+    has_cells = any(isinstance(m, (nn.RNNBase, nn.RNNCellBase)) for m in module.modules())  # they use _UNCOUNTED
+    return config.target == "selective" and not has_cells
+
+
+def _compiled(forward: Forward, config: CompileConfig) -> Forward:
+    return torch.compile(
+        forward,
+        backend=config.backend or "inductor",
+        mode=config.mode,
+        dynamic=config.dynamic,
+        fullgraph=config.fullgraph,
+    )
+
+
+def _with_hooks(module: nn.Module, forward: Forward) -> Forward:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return call_with_hooks(module, forward, *args, **kwargs)
+
+    return call
+
+
+def _within(on_host: OnHost, forward: Forward) -> Forward:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with on_host:  # checkpoint saves only the inputs
+            return forward(*args, **kwargs)
+
+    return call
 
 
 class OnHost(saved_tensors_hooks):
@@ -163,19 +163,17 @@ class OnHost(saved_tensors_hooks):
         return tensor
 
 
-def _speaks() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 def recomputed_modules(
     config: ActivationCheckpointingConfig, module: nn.Module, units: Sequence[nn.Module]
 ) -> Sequence[nn.Module]:
-    """Returns the modules that ``config`` names, or else ``units``. Single layers are left out if there are others,
-    because they save hardly more than their input.
+    """Returns the modules that ``config`` names, or else ``units``; none if ``config`` is off. Single layers are left
+    out if there are others, because they save hardly more than their input.
 
     Raises:
         ValueError: If there is nothing to recompute.
     """
+    if not config.is_on:
+        return []
     if config.units is not None:
         return matching(module, config.units, "activation_checkpointing.units")
     if not [unit for unit in units if unit is not module]:
@@ -186,20 +184,16 @@ def recomputed_modules(
     return [unit for unit in units if not isinstance(unit, LAYERS)] or units
 
 
-def _with_hooks(module: nn.Module, forward: Forward) -> Forward:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return call_with_hooks(module, forward, *args, **kwargs)
-
-    return call
-
-
-def _recomputing(module: nn.Module, recompute: Recompute, before: Callable[[], None]) -> Forward:
+def _recomputing(module: nn.Module, keeps_products: bool, before: Callable[[], None]) -> Forward:
+    """Supports all kinds of arguments and ``torch.autograd.grad``: recomputes when the backward unpacks the first saved
+    tensor."""
     forward = module.forward
+    kept: dict[str, Any] = {"context_fn": costly_is_kept, **KEPT_WITHOUT_HOOKS} if keeps_products else {}
 
     def recomputing(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return recompute(_from_the_same_state(module, forward, before), args, kwargs)
+        return checkpoint(_from_the_same_state(module, forward, before), *args, use_reentrant=False, **kept, **kwargs)
 
     return recomputing
 
@@ -233,16 +227,6 @@ def _from_the_same_state(module: nn.Module, forward: Forward, before: Callable[[
 
 def _held_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     return [(m, name, buffer) for m in module.modules() for name, buffer in m.named_buffers(recurse=False)]
-
-
-def on_unpacking(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Recomputes when the backward unpacks the first saved tensor. Supports all kinds of arguments and
-    ``torch.autograd.grad``."""
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-
-def _keeping_what_is_costly(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=costly_is_kept, **KEPT_WITHOUT_HOOKS, **kwargs)
 
 
 def costly_is_kept() -> Any:
