@@ -26,7 +26,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.global_batch import keep_global_batch
 from lightning_zero.checkpoint.later import leaving_for_later
 from lightning_zero.checkpoint.resume import follow, leave_finished_epoch
 from lightning_zero.checkpoint.saving import Saving, with_atomic_files
@@ -120,7 +119,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         activation_checkpointing: CheckpointingTarget | Sequence[str] | ActivationCheckpointingConfig = _KEEP_ALL,
         find_unused_parameters: bool = True,
         shard_size: int | Literal["auto"] | None = None,
-        keep_global_batch: bool = False,
         transport: TransportName = "auto",
         reduce_dtype: ReduceDtype | None = None,
         comm_buffers: CommBuffers = "torch",
@@ -646,11 +644,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             CheckpointError: On every rank, if it is incomplete, damaged or no checkpoint, or if ``weights_only``
                 forbids part of its content.
         """
-        content = self._saving.load(checkpoint_path, weights_only, self.checkpoint_io)
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        if self.config.keep_global_batch and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            keep_global_batch(content, trainer, self.world_size)
-        return content
+        return self._saving.load(checkpoint_path, weights_only, self.checkpoint_io)
 
 
 def all_but_parameters_to(module: nn.Module, device: torch.device) -> None:

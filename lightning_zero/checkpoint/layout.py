@@ -25,8 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ACCUMULATION = "accumulate_grad_batches"
-"""Key under :data:`EXTRA`: the run's number of micro-batches per optimizer step."""
 EXTRA = "lightning_zero"
 """Key of every rank's random states and loader states. Lightning does not save these, and ignores the key."""
 MARKER = "checkpoint.json"

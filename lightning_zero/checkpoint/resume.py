@@ -5,8 +5,6 @@
 - *orders*: for each map-style training loader, the state from which its sampler drew the current epoch's order.
 - *loaders*: the ``state_dict`` of each training loader that has one (Lightning saves only rank 0's).
 
-The number of micro-batches per step is saved once (see :mod:`.global_batch`).
-
 [On resume]
 In mid-epoch a map-style loader's sampler draws the same order again and skips the batches that are done. This works at
 any world size: with the same global batch, ``DistributedSampler`` puts the same samples into each batch. If the number
@@ -27,7 +25,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_zero.checkpoint.layout import ACCUMULATION, EXTRA
+from lightning_zero.checkpoint.layout import EXTRA
 from lightning_zero.checkpoint.store import together
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.private.lightning import combined_loader, data_fetcher, set_restarting
@@ -125,7 +123,7 @@ def _loaders(trainer: Any) -> list[Any]:
 def collect(trainer: Any, agreement: Agreement) -> dict[str, Any]:
     """Returns the content of :data:`~lightning_zero.checkpoint.layout.EXTRA` (collective)."""
     ranks = agreement.gather(together(agreement, lambda: _of_this_rank(trainer)))
-    return {"ranks": ranks, ACCUMULATION: trainer.accumulate_grad_batches}
+    return {"ranks": ranks}
 
 
 def _of_this_rank(trainer: Any) -> dict[str, Any]:
