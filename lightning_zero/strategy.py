@@ -596,7 +596,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         state = of_shards()
         if collecting not in (None, "file"):
             return state
-        full: dict[str, Any] = Engine.full(state, self._saving.memory_on_rank_0)
+        full: dict[str, Any] = Engine.full(state, on_rank_0=collecting == "file")
         return full
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -16,7 +16,6 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 
 from lightning_zero.checkpoint import directory, file
-from lightning_zero.checkpoint.collected import Collected
 from lightning_zero.checkpoint.layout import EXTRA
 from lightning_zero.checkpoint.resume import collect, resume
 from lightning_zero.checkpoint.store import BackgroundSaver, is_directory, load, together
@@ -39,8 +38,6 @@ class Saving:
         For a file, rank 0 gets full tensors and the other ranks only shapes, so that a host holds one copy instead of
         one per rank. For a directory, every rank gets its own shards. ``None`` is a user's own call: every rank gets
         full tensors."""
-        self.memory_on_rank_0: Collected | None = None
-        """The memory for one file while it is collected; ``None`` if every rank gets full tensors."""
         self._agreement: Agreement | None = None
         self._loaded: dict[str, Any] | None = None  # for resume()
         self._continues = False
@@ -85,9 +82,6 @@ class Saving:
         trainer.strategy.serve_reads()
         self.agreement.gather(None, "trainer.save_checkpoint()")
         self.collecting = self._form
-        if self._form == "file":
-            folder = getattr(trainer.checkpoint_callback, "dirpath", None)
-            self.memory_on_rank_0 = Collected([folder, trainer.default_root_dir])
         try:
             checkpoint: dict[str, Any] = type(connector).dump_checkpoint(connector, weights_only)
             if self.agreement.rank == 0:  # before end_reads: copying parameters may need the other ranks' rows
@@ -101,7 +95,6 @@ class Saving:
                 )
             raise
         finally:
-            self.memory_on_rank_0 = None
             self.collecting = None
         return checkpoint
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import errno
 import io
 import json
 import os
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_zero
-from lightning_zero.checkpoint import collected, directory
+from lightning_zero.checkpoint import directory
 from lightning_zero.checkpoint import file as one_file
 from lightning_zero.checkpoint.store import BackgroundSaver
 from lightning_zero.comm.agree import Agreement
@@ -185,29 +184,6 @@ def test_one_file_is_what_ddp_writes(ranks2, tmp_path: Path) -> None:
     assert os.path.getsize(ours) < os.path.getsize(ddps) + 2 * 35_000  # the random states of two ranks
     loaded = _Edits.load_from_checkpoint(ours, weights_only=True, strict=False)
     torch.testing.assert_close(loaded.first.weight, weights["first.weight"], rtol=0, atol=0)
-
-
-def _fit_edits_short(path: str, disk_is_full: bool) -> bool:
-    """The same, twice: where no memory is free, and as ever; whether both are alike."""
-    ours = {"stage": 3, "min_unit_numel": 1, "after_fit": "sharded"}  # collected by the save after fit
-    full = {"side_effect": OSError(errno.ENOSPC, "No space left on device")} if disk_is_full else {}
-    with mock.patch.object(collected, "available_host_bytes", return_value=0):
-        with mock.patch.object(os, "posix_fallocate", **({"wraps": os.posix_fallocate} | full)):
-            _fit_edits(ours, f"{path}/short.ckpt")
-    _fit_edits(ours, f"{path}/ample.ckpt")
-    short, ample = (torch.load(f"{path}/{name}.ckpt", weights_only=True) for name in ("short", "ample"))
-    return all(map(torch.equal, _tensors(short), _tensors(ample)))
-
-
-def _tensors(checkpoint: dict[str, Any]) -> list[Tensor]:
-    states = [state for o in checkpoint["optimizer_states"] for state in o["state"].values()]
-    return [*checkpoint["state_dict"].values(), *(t for state in states for t in state.values())]
-
-
-@pytest.mark.parametrize("disk_is_full", [False, True])
-def test_a_file_collected_beyond_memory_is_the_same(disk_is_full: bool, ranks2, tmp_path: Path) -> None:
-    assert all(ranks2(_fit_edits_short, str(tmp_path), disk_is_full))
-    assert {each.name for each in tmp_path.iterdir()} == {"short.ckpt", "ample.ckpt"}
 
 
 def test_edits_survive_a_resume(ranks2, tmp_path: Path) -> None:
