@@ -124,7 +124,7 @@ def _matched(
         if name in renamed:
             raise CheckpointError(
                 f"{each.file}: {each.key!r} and {renamed[name].key!r} of {renamed[name].file} would both become"
-                f" {name!r}: change strip, add or rename."
+                f" {name!r}: pass the path of one file, or change strip, add or rename."
             )
         if name is not None:
             renamed[name] = each

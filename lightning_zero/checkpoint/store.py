@@ -115,11 +115,12 @@ class BackgroundSaver:
         Raises:
             CheckpointError: On every rank, if a save has failed on any rank since the last call.
         """
-        together(self._agreement, self.wait)
-        # Not in the thread: when this call returns, Lightning may link to the folder or check that it exists.
-        target = directory.local_path(path)
-        together(self._agreement, lambda: directory.prepare(target) if self._agreement.rank == 0 else None)
-        staged = together(self._agreement, lambda: _copied(checkpoint))
+        with self._agreement.raise_if_any_failed():
+            self.wait()
+            # Not in the thread: when this call returns, Lightning may link to the folder or check that it exists.
+            if self._agreement.rank == 0:
+                directory.prepare(directory.local_path(path))
+            staged = _copied(checkpoint)
         self._pending.append(self._thread.submit(directory.write, staged, path, self._agreement))
 
     def then(self, action: Callable[[], None]) -> None:

@@ -33,7 +33,6 @@ LIGHTNING = Library(
     TESTED,
     (
         # loops
-        Needed(f"{_LOOPS}.loop:_Loop.restarting.fset", takes="self, restarting"),
         Needed(f"{_LOOPS}.fit_loop:_FitLoop", stores="_data_source _combined_loader _data_fetcher"),
         Needed(f"{_CONNECTORS}.data_connector:_DataLoaderSource.__init__", takes="self, instance, name"),
         Needed(f"{_CONNECTORS}.data_connector:_DataLoaderSource.dataloader", takes="self"),
@@ -76,7 +75,7 @@ LIGHTNING = Library(
         Needed("lightning.fabric.utilities.distributed:_set_num_threads_if_needed", takes="num_processes"),
         Needed("lightning.fabric.plugins.environments:LightningEnvironment", stores="_main_port"),
         # strategies
-        Needed(f"{_STRATEGIES}:Strategy", stores="_checkpoint_io _launcher _precision_plugin"),
+        Needed(f"{_STRATEGIES}:Strategy", stores="_launcher _precision_plugin"),
         Needed(f"{_STRATEGIES}:ParallelStrategy.__init__", stores="_layer_sync"),
         Needed(f"{_STRATEGIES}:DDPStrategy.__init__", stores="_timeout _start_method _ddp_comm_hook"),
         Needed(f"{_STRATEGIES}:DDPStrategy._configure_launcher", takes="self"),
@@ -98,7 +97,6 @@ with importing(LIGHTNING):
     from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
     from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
     from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer  # for configure_optimizers -> None
-    from lightning.pytorch.loops.loop import _Loop
     from lightning.pytorch.overrides.distributed import _sync_module_states as sync_module_states  # as DDP begins
     from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalStateSnapshot
     from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
@@ -131,12 +129,6 @@ def set_on_instance(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 # -- loops -----------------------------------------------------------------------------------------------------------
-
-
-def set_restarting(fit_loop: Any, value: bool) -> None:
-    """Sets ``fit_loop.restarting`` without ``_FitLoop``'s own setter, which treats every resumed run with ``max_steps``
-    as one in mid-epoch."""
-    _Loop.restarting.fset(fit_loop, value)  # type: ignore[attr-defined]
 
 
 def combined_loader(trainer: Any) -> Any:
@@ -262,11 +254,6 @@ def layer_sync(strategy: Any) -> Any:
     """Returns the plugin that converts BatchNorm to its synchronized kind and back; ``None`` without
     ``sync_batchnorm``."""
     return strategy._layer_sync
-
-
-def given_checkpoint_io(strategy: Any) -> Any:
-    """Returns the plugin as it was passed. The public property would create one if there is none."""
-    return strategy._checkpoint_io
 
 
 # -- modules, optimizers, precision ----------------------------------------------------------------------------------

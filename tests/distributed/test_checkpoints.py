@@ -90,44 +90,6 @@ def test_a_random_sampler_draws_the_same_order_again(ranks2, tmp_path: Path) -> 
     assert [losses[3:] for losses in straight] == resumed
 
 
-def _with_max_steps(max_steps: int, save_at: tuple[int, str] | None, resume: str | None) -> moves.Run:
-    callbacks = [moves._SaveAt(*save_at)] if save_at else []
-    return moves.run(
-        "zero2", "file", "features", "mid-epoch", 0, resume=resume, callbacks=callbacks, max_steps=max_steps
-    )
-
-
-def test_max_steps_continues_after_an_epochs_end(ranks2, tmp_path: Path) -> None:
-    """Lightning's own DDP trains one batch too many in the epoch that was done."""
-    stop = 2 * moves.BATCHES_PER_EPOCH
-    path = str(tmp_path / "x.ckpt")
-    straight = ranks2(_with_max_steps, stop + 9, (stop, path), None)
-    resumed = ranks2(_with_max_steps, stop + 9, None, path)
-    for ours, reference in zip(resumed, straight, strict=True):
-        assert ours.losses == reference.losses[stop:]
-
-
-def _two_loaders(path: str | None, resume: str | None) -> list[list[float]]:
-    class Two(moves.Features):
-        def training_step(self, batch: Any, index: int) -> Tensor:
-            self.seen.append([batch["a"][0].sum().item(), batch["b"][0].sum().item()])
-            return self.loss(batch["a"]) + self.loss(batch["b"])
-
-    module = Two()
-    module.seen = []  # type: ignore[assignment]
-    data = moves.dataset()
-    loaders = {"a": DataLoader(data, batch_size=6, shuffle=True), "b": DataLoader(data, batch_size=14, shuffle=True)}
-    callbacks = [moves._SaveAt(5, path)] if path else []
-    make_trainer({"stage": 1}, max_steps=9, callbacks=callbacks).fit(module, loaders, ckpt_path=resume)
-    return module.seen  # type: ignore[return-value]
-
-
-def test_a_shorter_loader_beside_a_longer_one_continues(ranks2, tmp_path: Path) -> None:
-    path = str(tmp_path / "x.ckpt")
-    straight, resumed = ranks2(_two_loaders, path, None), ranks2(_two_loaders, None, path)
-    assert [seen[5:] for seen in straight] == resumed
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What the file is
 # ---------------------------------------------------------------------------------------------------------------------
@@ -560,9 +522,14 @@ def test_every_save_ends_on_the_disk(form: str, ranks2, tmp_path: Path) -> None:
         assert any(Path(name).name.startswith(f".shards-{rank}.bin") for name in found), found
 
 
-def test_a_plugin_with_shards_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"checkpoint='sharded' with a CheckpointIO plugin \(Counting\)"):
-        lightning_zero.ZeroStrategy(checkpoint="sharded", checkpoint_io=Counting())
+def _plugin_with_shards() -> None:
+    moves.run("zero3", "sharded", "features", "epoch end", 4, plugins=[Counting()])
+
+
+def test_a_plugin_with_shards_is_refused(ranks2) -> None:
+    for kind, text in ranks2(outcome, _plugin_with_shards):
+        assert kind == "ValueError"
+        assert "checkpoint='sharded' with a CheckpointIO plugin (Counting)" in text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
