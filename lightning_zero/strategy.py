@@ -20,7 +20,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -517,9 +517,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         retains_graph = any(args[1:3]) or bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
         self.engine.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs), retains_graph)
         return plugin.post_backward(loss, module)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        return Strategy.optimizer_step(self, optimizer, closure, model, **kwargs)
 
     # -- state ---------------------------------------------------------------------------------------------------
 

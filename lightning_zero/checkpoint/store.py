@@ -48,8 +48,7 @@ def load(path: str, weights_only: bool | None, agreement: Agreement) -> dict[str
 
     Raises:
         FileNotFoundError: On every rank, if there is nothing at ``path``.
-        CheckpointError: On every rank, if any rank finds the checkpoint incomplete, damaged or foreign, or if it is a
-            remote folder.
+        CheckpointError: On every rank, if any rank finds the checkpoint incomplete, damaged or foreign.
     """
     fs, target = together(agreement, lambda: fsspec.core.url_to_fs(path))
     if isinstance(fs, LocalFileSystem):
@@ -58,16 +57,10 @@ def load(path: str, weights_only: bool | None, agreement: Agreement) -> dict[str
     first = hosts.index(hosts[agreement.rank])
     with tempfile.TemporaryDirectory(prefix="lightning_zero-") as folder:
         copy = os.path.join(agreement.gather(folder)[first], "checkpoint")
-        together(agreement, lambda: _fetch(fs, target, path, copy) if agreement.rank == first else None)
+        with agreement.raise_if_any_failed():
+            if agreement.rank == first:
+                fs.get_file(target, copy)
         return together(agreement, lambda: _read(copy, weights_only))
-
-
-def _fetch(fs: Any, target: str, path: str, copy: str) -> None:
-    if not fs.exists(target):
-        raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    if fs.isdir(target):
-        directory.local_path(path)  # raises
-    fs.get(target, copy)
 
 
 def load_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> dict[str, Any]:
