@@ -338,9 +338,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self._steps_on_host and isinstance(plugin, ZeroMixedPrecision):
             plugin.scale_on_host()
 
-    def before_fork(self) -> None:
-        self._run.load()
-
     def setup_environment(self) -> None:
         if self._steps_on_host and VERSION >= (2, 13):
             # Otherwise PyTorch rounds pinned blocks up to a power of two. It reads this at the first use of the device.
