@@ -101,12 +101,11 @@ def _worst(walked: Iterable[moves.Move]) -> tuple[int, dict[tuple[str, str], flo
 
 def table_of_memory() -> str:
     rows, beyond = [], []
-    for form, is_short in (("file", False), ("file", True), ("sharded", False), ("sharded-async", False)):
+    for form in moves.FORMS:
         with RankPool() as pool:  # fresh processes: allocators keep what earlier runs needed
-            m = saving.measure(form, pool.run, width=4096, num_units=16, is_short=is_short)
-        name = f"{form}, no memory free" if is_short else form
-        beyond += [f"{name}, rank {i}: {m.saving[i]:.0f} MiB, bound {m.bounds[i]:.0f}" for i in m.beyond]
-        rows += [f"| {name} | {i} | {m.saving[i]:.0f} | {m.bounds[i]:.0f} | {m.resuming[i]:.0f} |" for i in (0, 1)]
+            m = saving.measure(form, pool.run, width=4096, num_units=16)
+        beyond += [f"{form}, rank {i}: {m.saving[i]:.0f} MiB, bound {m.bounds[i]:.0f}" for i in m.beyond]
+        rows += [f"| {form} | {i} | {m.saving[i]:.0f} | {m.bounds[i]:.0f} | {m.resuming[i]:.0f} |" for i in (0, 1)]
     if beyond:
         raise SystemExit("\n".join(beyond))
     lines = [
@@ -117,8 +116,8 @@ def table_of_memory() -> str:
     return "\n".join(lines) + (
         f"\n\nTwo ranks, stage 3, {m.parameters:.0f} MiB of parameters and as much momentum ({m.size:.0f} MiB of"
         f" checkpoint), units of {m.unit:.0f} MiB; anonymous host memory above what training holds, or above the whole"
-        " module that `__init__` has made. Bounds: one file on rank 0 its own size and one unit, where no memory is"
-        " free one unit, on other ranks one unit; shards one unit, and in the background a copy of the rank's own."
+        " module that `__init__` has made. Bounds: one file on rank 0 its own size and one unit, on"
+        " other ranks one unit; shards one unit, and in the background a copy of the rank's own."
     )
 
 

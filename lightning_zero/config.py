@@ -249,9 +249,6 @@ class ZeroConfig:
     """Number of consecutive ranks that share one copy of the model, for example the GPUs of a host. The groups are
     replicas of each other (HSDP). ``None`` shards over all ranks. ``"auto"`` takes the ranks of one host if the run
     fits there according to the plan, and otherwise all ranks, and prints the reason."""
-    keep_global_batch: bool = False
-    """When a run resumes on another number of ranks, keep the number of samples per optimizer step by accumulating more
-    or fewer micro-batches. Settings in batches (``val_check_interval``, ...) still count the batches of one rank."""
     transport: TransportName = "auto"
     """Transport of shards and gradients with ``fsdp2``. ``"torch"`` uses the collectives and the schedule of
     ``fully_shard``. ``"direct"``, for CPU processes of one host, reads exactly the bytes needed from the other ranks'

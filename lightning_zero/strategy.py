@@ -20,16 +20,15 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.global_batch import keep_global_batch
 from lightning_zero.checkpoint.later import leaving_for_later
-from lightning_zero.checkpoint.resume import follow, leave_finished_epoch
-from lightning_zero.checkpoint.saving import Saving, with_atomic_files
+from lightning_zero.checkpoint.resume import follow
+from lightning_zero.checkpoint.saving import Saving
 from lightning_zero.comm.agree import Agreement, set_run_agreement, shared_agreement
 from lightning_zero.config import (
     ActivationCheckpointingConfig,
@@ -79,7 +78,6 @@ from lightning_zero.private.check import check
 from lightning_zero.private.lightning import (
     LIGHTNING,
     TORCHMETRICS,
-    given_checkpoint_io,
     layer_sync,
     set_device,
     sync_module_states,
@@ -120,7 +118,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         activation_checkpointing: CheckpointingTarget | Sequence[str] | ActivationCheckpointingConfig = _KEEP_ALL,
         find_unused_parameters: bool = True,
         shard_size: int | Literal["auto"] | None = None,
-        keep_global_batch: bool = False,
         transport: TransportName = "auto",
         reduce_dtype: ReduceDtype | None = None,
         comm_buffers: CommBuffers = "torch",
@@ -166,22 +163,11 @@ class ZeroStrategy(Launched, DDPStrategy):
         """Undoes what lasts for one run: the view of the engine, and changes to the Trainer's loops."""
         self._saving = Saving(config.checkpoint)
         self._run: EngineRun = (DeepSpeedRun if config.engine == "deepspeed" else Fsdp2Run)(config)
-        self._saving.refuse_plugin(checkpoint_io)
 
     @classmethod
     def from_config(cls, config: ZeroConfig) -> ZeroStrategy:
         """Makes a strategy from a validated config."""
         return cls(**{f.name: getattr(config, f.name) for f in fields(config)})
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The plugin that writes and reads files on rank 0: the user's, or Lightning's with our writer."""
-        self.checkpoint_io = with_atomic_files(given_checkpoint_io(self))
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        DDPStrategy.checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
 
     # -- decisions that Lightning makes by the strategy's type ----------------------------------------------------
 
@@ -216,20 +202,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         return backend if device == "cpu" or ":" in backend else f"cpu:gloo,{device}:{backend}"
 
     # -- set-up and end ------------------------------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        """State for copies and pickles of a Trainer between runs.
-
-        Raises:
-            RuntimeError: While parameters are shards.
-        """
-        if self.engine is not None:
-            raise RuntimeError(
-                "a Trainer cannot be copied or pickled while its strategy shards the module, during a run or after one"
-                f" that left shards with after_fit={self.config.after_fit!r}: copy the module"
-                " (copy.deepcopy(module), on every rank) or call trainer.save_checkpoint; or use after_fit='whole'."
-            )
-        return super().__getstate__()
 
     def setup(self, trainer: Any) -> None:
         module: Any = self.lightning_module
@@ -303,11 +275,6 @@ class ZeroStrategy(Launched, DDPStrategy):
             with torch.device("meta"), self.precision_plugin.tensor_init_context():
                 yield
             return
-        if self.lightning_module is None and self.config.stage == 3:  # in Trainer.init_module, before any run
-            rank_zero_info(
-                "lightning_zero: trainer.init_module() builds the full module in every process, because the ranks do"
-                " not exist yet; call init_module(empty_init=True), so that no process holds the full module."
-            )
         on_host = self._run.loads_on_host(self.root_device)
         with super().tensor_init_context(empty_init), torch.device("cpu") if on_host else nullcontext():
             yield
@@ -365,11 +332,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self._steps_on_host and isinstance(plugin, ZeroMixedPrecision):
             plugin.scale_on_host()
 
-    def before_fork(self) -> None:
-        self._run.load()
-
     def setup_environment(self) -> None:
-        self._saving.refuse_plugin(given_checkpoint_io(self))  # the Trainer sets its plugins=[...] after __init__
         if self._steps_on_host and VERSION >= (2, 13):
             # Otherwise PyTorch rounds pinned blocks up to a power of two. It reads this at the first use of the device.
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:1")
@@ -383,7 +346,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._map_from(MAPPED_FROM_BYTES)
         agreement = shared_agreement(self.config.timeout_seconds)
         set_run_agreement(agreement)
-        self._saving.begin(agreement)
+        self._saving.begin(agreement, self.checkpoint_io)
         begin_reads(agreement)
 
     def _map_from(self, nbytes: int) -> None:
@@ -546,9 +509,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.engine.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs), retains_graph)
         return plugin.post_backward(loss, module)
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        return Strategy.optimizer_step(self, optimizer, closure, model, **kwargs)
-
     # -- state ---------------------------------------------------------------------------------------------------
 
     @property
@@ -592,7 +552,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         state = of_shards()
         if collecting not in (None, "file"):
             return state
-        full: dict[str, Any] = Engine.full(state, self._saving.memory_on_rank_0)
+        full: dict[str, Any] = Engine.full(state, on_rank_0=collecting == "file")
         return full
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -603,14 +563,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.engine is None:
             super().load_optimizer_state_dict(checkpoint)
             return
-        assert self.lightning_module is not None
-        leave_finished_epoch(self.lightning_module.trainer.fit_loop)
-        saved, now = len(checkpoint["optimizer_states"]), [type(unwrapped(o)).__name__ for o in self.optimizers]
-        if saved != len(now):
-            raise ValueError(
-                f"the checkpoint has the states of {saved} optimizers, but configure_optimizers returned {len(now)}"
-                f" ({', '.join(now)}): resume with the optimizers that saved it, or load only the weights."
-            )
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self.engine.load_optimizer_state(unwrapped(optimizer), state)
 
@@ -624,8 +576,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         """
         assert self.lightning_module is not None
         path = os.fspath(filepath)
-        trains = self.engine is not None
-        self._saving.save(checkpoint, path, self.lightning_module.trainer, storage_options, beside_training=trains)
+        self._saving.save(checkpoint, path, self.lightning_module.trainer, storage_options)
         self.note_checkpoint(checkpoint, path)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -640,11 +591,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             CheckpointError: On every rank, if it is incomplete, damaged or no checkpoint, or if ``weights_only``
                 forbids part of its content.
         """
-        content = self._saving.load(checkpoint_path, weights_only, self.checkpoint_io)
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        if self.config.keep_global_batch and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            keep_global_batch(content, trainer, self.world_size)
-        return content
+        return self._saving.load(checkpoint_path, weights_only, self.checkpoint_io)
 
 
 def all_but_parameters_to(module: nn.Module, device: torch.device) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from lightning_zero.checkpoint import directory, file, layout
-from lightning_zero.checkpoint.collected import paged
 from lightning_zero.checkpoint.lazy import LazyTensor
 from lightning_zero.checkpoint.store import is_directory, load
 from lightning_zero.comm.agree import Agreement
@@ -87,10 +87,20 @@ def _on_disk(target: str) -> Callable[[layout.Path, Tensor], Tensor]:
         if not isinstance(tensor, LazyTensor):
             return tensor
         if id(tensor) not in done:
-            done[id(tensor)] = paged(tensor.shape, tensor.dtype, str(folder)).copy_(tensor)
+            done[id(tensor)] = _in_file(tensor, str(folder))
         return done[id(tensor)]
 
     return on_disk
+
+
+def _in_file(tensor: LazyTensor, folder: str) -> Tensor:
+    """Copies ``tensor`` into an unnamed file in ``folder``, which disappears with the process."""
+    if not tensor.numel():
+        return tensor.materialize()
+    with tempfile.NamedTemporaryFile(dir=folder) as pages, file.naming(folder):
+        os.posix_fallocate(pages.fileno(), 0, tensor.nbytes)  # on a full disk, writing to the pages would raise SIGBUS
+        mapped = torch.from_file(pages.name, shared=True, size=tensor.numel(), dtype=tensor.dtype, device="cpu")
+        return mapped.view(tensor.shape).copy_(tensor)
 
 
 # -- safetensors -----------------------------------------------------------------------------------------------------

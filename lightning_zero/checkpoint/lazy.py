@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.private.torch import disabled_torch_function, schema_of, wrapper_subclass
+from lightning_zero.private.torch import disabled_torch_function, pytree, schema_of, wrapper_subclass
 
 Read = Callable[[int, int], Tensor]
 """``read(start, stop)`` returns rows ``start`` to ``stop`` of dim 0 as a new CPU tensor; (0, 0) for a 0-dim tensor."""
@@ -52,22 +52,13 @@ class LazyTensor(Tensor):
         if func is torch.ops.aten.slice.Tensor and (rows := _rows(*args, **(kwargs or {}))) is not None:
             tensor, start, stop = rows
             return cls((stop - start, *tensor.shape[1:]), tensor.dtype, tensor.read_rows, tensor.start + start)
-        schema = schema_of(func)
-        if schema.is_mutable and _writes_to_lazy(schema, args, kwargs or {}):
+        targets = pytree.tree_leaves([args[:1], (kwargs or {}).get("out")])
+        if schema_of(func).is_mutable and any(isinstance(t, LazyTensor) for t in targets):
             raise RuntimeError(
                 f"{func} on a checkpoint's tensor, which is read-only on disk: put a new tensor into the dictionary"
                 " instead, as in checkpoint['state_dict'][name] = checkpoint['state_dict'][name] * 2."
             )
         return func(*_materialized(args), **{key: _materialized([v])[0] for key, v in (kwargs or {}).items()})
-
-
-def _writes_to_lazy(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            if any(isinstance(v, LazyTensor) for v in (value if isinstance(value, (list, tuple)) else [value])):
-                return True
-    return False
 
 
 def _rows(

@@ -124,7 +124,7 @@ def _matched(
         if name in renamed:
             raise CheckpointError(
                 f"{each.file}: {each.key!r} and {renamed[name].key!r} of {renamed[name].file} would both become"
-                f" {name!r}: change strip, add or rename."
+                f" {name!r}: pass the path of one file, or change strip, add or rename."
             )
         if name is not None:
             renamed[name] = each
@@ -157,15 +157,11 @@ def _misfit(name: str, target: Tensor, stored: Stored) -> str:
 
 def _incomplete(where: str, kind: str, keys: LoadedKeys, names: Sequence[str], stored: Sequence[Stored]) -> str:
     def shown(keys: Sequence[str]) -> str:
-        return ", ".join(map(repr, keys[:_SHOWN])) + (f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else "")
+        return (", ".join(map(repr, keys[:_SHOWN])) or "none") + (", ..." if len(keys) > _SHOWN else "")
 
-    parts = []
-    if keys.missing_keys:
-        parts.append(f"it lacks {shown(keys.missing_keys)}")
-    if keys.unexpected_keys:
-        parts.append(f"the module lacks {shown(keys.unexpected_keys)}")
     return (
-        f"{where} does not fit {kind}: {'; '.join(parts)}. Its first name is {stored[0].key!r}, the module's is"
+        f"{where} does not fit {kind}: it lacks {shown(keys.missing_keys)}; the module lacks"
+        f" {shown(keys.unexpected_keys)}. Its first name is {stored[0].key!r}, the module's is"
         f" {names[0] if names else 'none'!r}: map names with strip, add or rename, or ignore them with strict=False."
     )
 

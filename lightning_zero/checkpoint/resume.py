@@ -5,12 +5,11 @@
 - *orders*: for each map-style training loader, the state from which its sampler drew the current epoch's order.
 - *loaders*: the ``state_dict`` of each training loader that has one (Lightning saves only rank 0's).
 
-The number of micro-batches per step is saved once (see :mod:`.global_batch`).
-
 [On resume]
-In mid-epoch a map-style loader's sampler draws the same order again and skips the batches that are done. This works at
-any world size: with the same global batch, ``DistributedSampler`` puts the same samples into each batch. If the number
-of ranks is unchanged, random states are set just before the next batch is fetched.
+In mid-epoch the sampler of a map-style loader draws the same order again and skips the batches that are done. This
+works at any world size: with the same global batch, ``DistributedSampler`` puts the same samples into each batch. With
+several training loaders Lightning replays the epoch. If the number of ranks is unchanged, random states are set just
+before the next batch is fetched.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_zero.checkpoint.layout import ACCUMULATION, EXTRA
+from lightning_zero.checkpoint.layout import EXTRA
 from lightning_zero.checkpoint.store import together
 from lightning_zero.comm.agree import Agreement
-from lightning_zero.private.lightning import combined_loader, data_fetcher, set_restarting
+from lightning_zero.private.lightning import combined_loader, data_fetcher
 
 # -- random states ---------------------------------------------------------------------------------------------------
 
@@ -125,7 +124,7 @@ def _loaders(trainer: Any) -> list[Any]:
 def collect(trainer: Any, agreement: Agreement) -> dict[str, Any]:
     """Returns the content of :data:`~lightning_zero.checkpoint.layout.EXTRA` (collective)."""
     ranks = agreement.gather(together(agreement, lambda: _of_this_rank(trainer)))
-    return {"ranks": ranks, ACCUMULATION: trainer.accumulate_grad_batches}
+    return {"ranks": ranks}
 
 
 def _of_this_rank(trainer: Any) -> dict[str, Any]:
@@ -153,8 +152,12 @@ def resume(checkpoint: dict[str, Any], trainer: Any, agreement: Agreement) -> No
     loaders = _loaders(trainer)
     kept_by_lightning = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     _set_states(trainer, loaders, mine.get("loaders") or kept_by_lightning.get("combined_loader", []))
-    if num_done:
-        _skip(trainer, loaders, num_done, mine.get("orders", []))
+    if num_done and len(loaders) == 1 and (order := _order_of(loaders[0])) is not None:
+        order.num_done, order.resume_from = num_done, next(iter(mine.get("orders", [])), None)
+        rank_zero_info(
+            f"Resuming in mid-epoch: the map-style loader continues after batch {num_done}, although Lightning warns"
+            " that it cannot be resumed."
+        )
     fetcher = data_fetcher(trainer)
     if fetcher is not None:
         iter(fetcher)  # as Lightning does at an epoch's start: earlier iterators would ignore the changes above
@@ -169,31 +172,6 @@ def _set_states(trainer: Any, loaders: list[Any], states: list[Any]) -> None:
             loader.load_state_dict(state)
 
 
-def _skip(trainer: Any, loaders: list[Any], num_done: int, drawn: list[Any]) -> None:
-    """Lets map-style loaders continue after batch ``num_done`` of the order that they have ``drawn``."""
-    orders = [_order_of(loader) for loader in loaders]
-    for i, (loader, order) in enumerate(zip(loaders, orders, strict=True)):
-        if order is not None:
-            order.num_done = num_done % _cycle(trainer, i, loader)
-            order.resume_from = drawn[i] if len(drawn) == len(orders) else None
-    if any(orders):
-        rank_zero_info(
-            f"Resuming in mid-epoch: map-style loaders continue after batch {num_done}, although Lightning warns that"
-            " they cannot be resumed."
-        )
-
-
-def leave_finished_epoch(fit_loop: Any) -> None:
-    """Lets a run with ``max_steps`` begin the next epoch after a checkpoint from the end of an epoch.
-
-    Lightning treats every resumed run with ``max_steps`` as one in mid-epoch (``_FitLoop.restarting``) and trains one
-    batch too many in the finished epoch. Call this after Lightning restores the loops and before it runs them.
-    """
-    epoch = fit_loop.epoch_progress.current
-    if epoch.ready == epoch.started == epoch.processed:
-        set_restarting(fit_loop, False)
-
-
 def _batches_done(trainer: Any) -> int | None:
     """Number of batches of the current epoch that are done; ``None`` between epochs."""
     loop = trainer.fit_loop.epoch_loop
@@ -202,10 +180,3 @@ def _batches_done(trainer: Any) -> int | None:
     epoch = trainer.fit_loop.epoch_progress.current
     between = epoch.ready == epoch.processed or progress.is_last_batch or done >= trainer.num_training_batches
     return None if between else done
-
-
-def _cycle(trainer: Any, index: int, loader: Any) -> int:
-    """Number of batches after which the ``index``-th loader begins again, if others are longer."""
-    limit = (combined_loader(trainer).limits or [None] * (index + 1))[index]
-    length = len(loader) if limit is None else min(len(loader), limit)
-    return max(1, int(length))

@@ -16,7 +16,6 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 
 from lightning_zero.checkpoint import directory, file
-from lightning_zero.checkpoint.collected import Collected
 from lightning_zero.checkpoint.layout import EXTRA
 from lightning_zero.checkpoint.resume import collect, resume
 from lightning_zero.checkpoint.store import BackgroundSaver, is_directory, load, together
@@ -39,31 +38,25 @@ class Saving:
         For a file, rank 0 gets full tensors and the other ranks only shapes, so that a host holds one copy instead of
         one per rank. For a directory, every rank gets its own shards. ``None`` is a user's own call: every rank gets
         full tensors."""
-        self.memory_on_rank_0: Collected | None = None
-        """The memory for one file while it is collected; ``None`` if every rank gets full tensors."""
-        self._agreement: Agreement | None = None
+        self.agreement = Agreement(alone=True)
+        """The latest run's agreement; of this process alone if the ranks were its child processes and have ended."""
         self._loaded: dict[str, Any] | None = None  # for resume()
-        self._continues = False
         self._background: BackgroundSaver | None = None
 
-    def refuse_plugin(self, checkpoint_io: Any) -> None:
-        """Raises ``ValueError`` for a plugin with a form that plugins do not support."""
-        if self._form != "file" and type(checkpoint_io) not in (type(None), *_FILE_PLUGINS):
+    # -- a run ---------------------------------------------------------------------------------------------------
+
+    def begin(self, agreement: Agreement, checkpoint_io: Any) -> None:
+        """Begins a run. Call it before set-up: checkpoints are loaded into the module before it is sharded.
+
+        Raises:
+            ValueError: For a plugin with a form that plugins do not support.
+        """
+        if self._form != "file" and type(checkpoint_io) is not TorchCheckpointIO:
             raise ValueError(
                 f"checkpoint={self._form!r} with a CheckpointIO plugin ({type(checkpoint_io).__name__}):"
                 " plugins write only one file; use checkpoint='file', or no plugin."
             )
-
-    # -- a run ---------------------------------------------------------------------------------------------------
-
-    @property
-    def agreement(self) -> Agreement:
-        """The run's agreement; of this process alone if the ranks were its child processes and have ended."""
-        return self._agreement if self._agreement is not None else Agreement(alone=True)
-
-    def begin(self, agreement: Agreement) -> None:
-        """Begins a run. Call it before set-up: checkpoints are loaded into the module before it is sharded."""
-        self._agreement = agreement
+        self.agreement = agreement
 
     def follow(self, trainer: Any) -> None:
         """Lets :attr:`collecting` tell Lightning's own collection of a checkpoint from a user's call.
@@ -85,9 +78,6 @@ class Saving:
         trainer.strategy.serve_reads()
         self.agreement.gather(None, "trainer.save_checkpoint()")
         self.collecting = self._form
-        if self._form == "file":
-            folder = getattr(trainer.checkpoint_callback, "dirpath", None)
-            self.memory_on_rank_0 = Collected([folder, trainer.default_root_dir])
         try:
             checkpoint: dict[str, Any] = type(connector).dump_checkpoint(connector, weights_only)
             if self.agreement.rank == 0:  # before end_reads: copying parameters may need the other ranks' rows
@@ -101,14 +91,8 @@ class Saving:
                 )
             raise
         finally:
-            self.memory_on_rank_0 = None
             self.collecting = None
         return checkpoint
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for a copy of a Trainer, which has had the same runs but agrees with its process only."""
-        state = type(self)(self._form).__dict__
-        return state if self._agreement is None else {**state, "_agreement": Agreement(alone=True)}
 
     def end(self, run_failed: bool) -> None:
         """Waits for background saves. A failed one raises, or only warns if the run has failed already."""
@@ -124,30 +108,26 @@ class Saving:
 
     # -- writing -------------------------------------------------------------------------------------------------
 
-    def save(
-        self, checkpoint: dict[str, Any], path: str, trainer: Any, storage_options: Any, beside_training: bool
-    ) -> None:
-        """Writes ``checkpoint`` in the strategy's form; in the background only if ``beside_training``.
+    def save(self, checkpoint: dict[str, Any], path: str, trainer: Any, storage_options: Any) -> None:
+        """Writes ``checkpoint`` in the strategy's form; in the background only while an engine trains.
 
         Raises:
             CheckpointError: On every rank, if it cannot be written; the previous checkpoint is untouched.
         """
-        if self._form != "file" and storage_options is not None:
-            raise TypeError(
-                "save_checkpoint(storage_options=...) is for CheckpointIO plugins, which"
-                f" checkpoint={self._form!r} does not use: use checkpoint='file', or leave storage_options out."
-            )
-        if "optimizer_states" in checkpoint and self._agreement is None:
+        if checkpoint.get("optimizer_states") == []:
             rank_zero_warn(
-                f"{path} has the weights only, so training cannot continue from it: optimizers and progress ended with"
-                " the processes of the run. A ModelCheckpoint saves them during the run."
+                f"{path} has the weights only, so training cannot continue from it: this process has no optimizers. A"
+                " run in child processes keeps them there; a ModelCheckpoint saves them during the run."
             )
+        strategy = trainer.strategy
         with DisableTorchFunction():
             if "optimizer_states" in checkpoint:  # not save_weights_only
                 checkpoint[EXTRA] = collect(trainer, self.agreement)
-            if self._form == "file":
-                together(self.agreement, lambda: _write_file(checkpoint, path, trainer, storage_options))
-            elif self._form == "sharded" or not beside_training:
+            if self._form == "file" or storage_options is not None:
+                with self.agreement.raise_if_any_failed():
+                    if self.agreement.rank == 0:
+                        _write_file(checkpoint, path, strategy.checkpoint_io, storage_options)
+            elif self._form == "sharded" or strategy.engine is None:
                 if self._background is not None:  # complete older checkpoints first
                     together(self.agreement, self._background.wait)
                 directory.write(checkpoint, path, self.agreement)
@@ -161,8 +141,7 @@ class Saving:
 
         def remove_it() -> None:
             try:
-                if not directory.remove(os.fspath(filepath)):
-                    checkpoint_io.remove_checkpoint(filepath)
+                checkpoint_io.remove_checkpoint(filepath)
             except OSError as error:  # a warning is enough: only this rank is here, and nothing depends on it
                 rank_zero_warn(f"{filepath} could not be deleted: {error}")
 
@@ -184,19 +163,19 @@ class Saving:
         path = self.agreement.gather(os.fspath(checkpoint_path))[0]
         if self._background is not None:
             together(self.agreement, self._background.wait)
-        if type(checkpoint_io) in _FILE_PLUGINS or together(self.agreement, lambda: is_directory(path)):
-            self._loaded = load(path, weights_only, self.agreement)
+        if type(checkpoint_io) is TorchCheckpointIO or together(self.agreement, lambda: is_directory(path)):
+            content = load(path, weights_only, self.agreement)
         else:
             safely = weights_only is not False
             content = together(self.agreement, lambda: checkpoint_io.load_checkpoint(path, weights_only=safely))
-            self._loaded = content
-        self._continues = not os.path.basename(path).startswith(TUNERS_FILES)
-        return self._loaded
+        of_tuner = os.path.basename(path).startswith(TUNERS_FILES)
+        self._loaded = None if of_tuner else content
+        return content
 
     def resume(self, trainer: Any) -> None:
         """Continues from the checkpoint that was loaded for this run, if there is one. Call it before the first batch.
         After a tuner's trial steps, loaders and random states are not restored, as under DDP."""
-        if self._loaded is not None and self._continues:
+        if self._loaded is not None:
             resume(self._loaded, trainer, self.agreement)
         self._loaded = None
 
@@ -207,25 +186,8 @@ def _apart(value: Any) -> Any:
     return copy.deepcopy(value) if holds else value
 
 
-def _write_file(checkpoint: dict[str, Any], path: str, trainer: Any, storage_options: Any) -> None:
-    strategy = trainer.strategy
-    if strategy.is_global_zero:
-        strategy.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's ``TorchCheckpointIO``, but a file appears only when all of its content is on the disk."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """See :func:`~lightning_zero.checkpoint.file.write`."""
-        if storage_options is not None:
-            return super().save_checkpoint(checkpoint, path, storage_options)  # raises Lightning's error
-        return file.write(checkpoint, os.fspath(path))
-
-
-_FILE_PLUGINS = (TorchCheckpointIO, AtomicCheckpointIO)
-
-
-def with_atomic_files(checkpoint_io: Any) -> Any:
-    """Returns :class:`AtomicCheckpointIO` for no plugin or Lightning's own, and other plugins unchanged."""
-    return AtomicCheckpointIO() if type(checkpoint_io) in (type(None), TorchCheckpointIO) else checkpoint_io
+def _write_file(checkpoint: dict[str, Any], path: str, checkpoint_io: Any, storage_options: Any) -> None:
+    if type(checkpoint_io) is TorchCheckpointIO and storage_options is None:
+        file.write(checkpoint, path)
+    else:
+        checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)

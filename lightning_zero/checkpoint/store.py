@@ -48,8 +48,7 @@ def load(path: str, weights_only: bool | None, agreement: Agreement) -> dict[str
 
     Raises:
         FileNotFoundError: On every rank, if there is nothing at ``path``.
-        CheckpointError: On every rank, if any rank finds the checkpoint incomplete, damaged or foreign, or if it is a
-            remote folder.
+        CheckpointError: On every rank, if any rank finds the checkpoint incomplete, damaged or foreign.
     """
     fs, target = together(agreement, lambda: fsspec.core.url_to_fs(path))
     if isinstance(fs, LocalFileSystem):
@@ -58,16 +57,10 @@ def load(path: str, weights_only: bool | None, agreement: Agreement) -> dict[str
     first = hosts.index(hosts[agreement.rank])
     with tempfile.TemporaryDirectory(prefix="lightning_zero-") as folder:
         copy = os.path.join(agreement.gather(folder)[first], "checkpoint")
-        together(agreement, lambda: _fetch(fs, target, path, copy) if agreement.rank == first else None)
+        with agreement.raise_if_any_failed():
+            if agreement.rank == first:
+                fs.get_file(target, copy)
         return together(agreement, lambda: _read(copy, weights_only))
-
-
-def _fetch(fs: Any, target: str, path: str, copy: str) -> None:
-    if not fs.exists(target):
-        raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    if fs.isdir(target):
-        directory.local_path(path)  # raises
-    fs.get(target, copy)
 
 
 def load_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> dict[str, Any]:
@@ -115,11 +108,12 @@ class BackgroundSaver:
         Raises:
             CheckpointError: On every rank, if a save has failed on any rank since the last call.
         """
-        together(self._agreement, self.wait)
-        # Not in the thread: when this call returns, Lightning may link to the folder or check that it exists.
-        target = directory.local_path(path)
-        together(self._agreement, lambda: directory.prepare(target) if self._agreement.rank == 0 else None)
-        staged = together(self._agreement, lambda: _copied(checkpoint))
+        with self._agreement.raise_if_any_failed():
+            self.wait()
+            # Not in the thread: when this call returns, Lightning may link to the folder or check that it exists.
+            if self._agreement.rank == 0:
+                directory.prepare(directory.local_path(path))
+            staged = _copied(checkpoint)
         self._pending.append(self._thread.submit(directory.write, staged, path, self._agreement))
 
     def then(self, action: Callable[[], None]) -> None:

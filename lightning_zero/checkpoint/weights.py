@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_zero.checkpoint import directory, file
+from lightning_zero.checkpoint import directory, file, layout
 from lightning_zero.errors import CheckpointError
 
 
@@ -25,7 +24,7 @@ class Stored(NamedTuple):
 def find(path: Path, weights_only: bool | None) -> list[Stored]:
     """Returns the weights at the local ``path``.
 
-    ``path`` is a folder of safetensors or of transformers' ``pytorch_model.bin``, with or without an index; one such
+    ``path`` is a folder of safetensors or of transformers' ``pytorch_model*.bin``, all of which are read; one such
     file; or a checkpoint of this package, file or folder.
 
     Raises:
@@ -37,41 +36,21 @@ def find(path: Path, weights_only: bool | None) -> list[Stored]:
             f"{path} does not exist: load_pretrained reads local folders and files; download a model with"
             " huggingface_hub.snapshot_download, or a checkpoint with fsspec, first."
         )
-    if path.is_dir() and directory.is_begun(path):
+    if (path / layout.MARKER).exists():
         return _of_state(directory.read(path, weights_only)["state_dict"], str(path))
     files = _files_in(path) if path.is_dir() else [path]
     return [stored for each in files for stored in _of_file(each, weights_only)]
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Returns the files with a model's weights: those that an index lists, else one; safetensors before pickles."""
-    for names in ("*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "pytorch_model.bin"):
-        found = sorted(folder.glob(names))
-        if len(found) > 1:  # prefer the name that transformers uses
-            found = [p for p in found if p.name.startswith("model.")] or found
-        if len(found) > 1:
-            raise CheckpointError(
-                f"{folder} holds {', '.join(p.name for p in found)} and no index of them: pass the path of one file."
-            )
-        if found:
-            return _listed_in(found[0]) if found[0].suffix == ".json" else found
+    """Returns the files with a model's weights, safetensors before pickles."""
+    for names in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin"):
+        if found := sorted(folder.glob(names)):
+            return found
     raise FileNotFoundError(
         f"{folder} holds neither *.safetensors nor pytorch_model.bin, and is not a checkpoint of lightning_zero: pass a"
         " folder that save_pretrained wrote, or a checkpoint. DeepSpeed's own folders: run their zero_to_fp32.py first."
     )
-
-
-def _listed_in(index: Path) -> list[Path]:
-    try:
-        names = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-        files = [index.parent / Path(name).name for name in names]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{index} is damaged or not an index ({error!r}): use another folder.") from error
-    if missing := [each for each in files if not each.is_file()]:
-        raise CheckpointError(
-            f"{missing[0]} is missing, although {index.name} lists it: complete the folder, or use another one."
-        )
-    return files
 
 
 def _of_file(path: Path, weights_only: bool | None) -> list[Stored]:

@@ -8,12 +8,11 @@ the shard is in host memory although the mesh is of an accelerator; the gathered
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -133,24 +132,6 @@ def before_host_write(tensor: Tensor) -> None:
 def _finish_copies(device: torch.device) -> None:
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
-
-
-Empty = Callable[[Sequence[int], torch.dtype], Tensor]
-"""Allocates host memory for a shape and dtype."""
-
-
-@torch.no_grad()
-def gathered_on_rank_0(tensor: Tensor, empty: Empty) -> Tensor | None:
-    """Gathers a ``DTensor`` and copies it into memory from ``empty`` on rank 0; returns ``None`` on the other ranks
-    (collective).
-
-    All ranks gather, through the communicator that they have. NCCL would open another one for each pair of ranks that
-    send and receive.
-    """
-    full = gathered(tensor)
-    if dist.get_rank():
-        return None
-    return to_host(full, empty(tensor.shape, tensor.dtype)) if isinstance(tensor, DTensor) else full
 
 
 PIECE_BYTES = 32 << 20

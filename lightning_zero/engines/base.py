@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.collected import Collected
 from lightning_zero.checkpoint.layout import map_tensors, placeholder
 from lightning_zero.comm.agree import broadcast_coalesced, run_agreement
 from lightning_zero.comm.barrier import Barrier
 from lightning_zero.comm.peer_memory import PeerMemory
-from lightning_zero.comm.shards import gathered, gathered_on_rank_0, to_host
+from lightning_zero.comm.shards import gathered, to_host
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines import graphs
 from lightning_zero.engines.gradients import clamp, scale_to_norm, sum_of_squares
@@ -280,11 +279,11 @@ class Engine(ABC):
         """Returns ``state``, an ``optimizer.state_dict()`` as user code sees it, with this rank's shards."""
 
     @staticmethod
-    def full(state: Any, on_rank_0: Collected | None = None) -> Any:
+    def full(state: Any, on_rank_0: bool = False) -> Any:
         """Returns ``state``, the result of one of the two methods above, with full tensors on the CPU. Tensors are
         gathered one at a time.
 
-        With ``on_rank_0``, the memory to collect in, only rank 0 gets values. The other ranks get meta tensors.
+        With ``on_rank_0`` only rank 0 gets values. The other ranks get meta tensors.
         """
         done: dict[int, Tensor] = {}
 
@@ -294,10 +293,9 @@ class Engine(ABC):
             return done[id(tensor)]
 
         def on_cpu(tensor: Tensor) -> Tensor:
-            if on_rank_0 is None:
-                return to_host(gathered(tensor))
-            value = gathered_on_rank_0(tensor, on_rank_0.empty)
-            return placeholder(tensor) if value is None else value.cpu()
+            # All ranks gather: NCCL would open another communicator for each rank that sends to rank 0.
+            value = gathered(tensor)
+            return placeholder(tensor) if on_rank_0 and dist.get_rank() else to_host(value)
 
         with torch.no_grad(), DisableTorchFunction():
             return map_tensors(one, state)

@@ -32,9 +32,6 @@ class EngineRun(ABC):
         self.config = config
         """Settings of the next run: ``zero_auto`` chooses stage and offload in the set-up."""
 
-    def load(self) -> None:  # noqa: B027
-        """Imports what :meth:`make_engine` needs, before ranks are forked."""
-
     def loads_on_host(self, device: torch.device) -> bool:
         """Whether ``configure_model`` builds the module in host memory, from which the engine takes it unit by unit."""
         return False

@@ -284,7 +284,6 @@ class ProcessesLauncher(MultiProcessingLauncher):
     def _run_ranks(self, *call: Any) -> None:
         if self.start_method == "fork":
             _check_fork()
-            self.strategy.before_fork()
         snapshot = GlobalStateSnapshot.capture() if self.start_method == "spawn" else None
         try:
             context: Any = mp.start_processes(
@@ -373,9 +372,6 @@ class Launched(DDPStrategy):
 
     start_method = "auto"
     rank_logs: str | None = None
-
-    def before_fork(self) -> None:
-        """Called by the launcher before it forks. Forked ranks share modules that are imported here."""
 
     @property
     def queues_collectives(self) -> bool:

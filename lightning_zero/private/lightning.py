@@ -33,7 +33,6 @@ LIGHTNING = Library(
     TESTED,
     {
         # loops
-        f"{_LOOPS}.loop": "_Loop.restarting.fset",
         f"{_LOOPS}.fit_loop:_FitLoop": "_data_source _combined_loader _data_fetcher",
         f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop": "_broadcast_sigterm_tensor advance reset",
         f"{_CONNECTORS}.data_connector:_DataLoaderSource": "instance dataloader",
@@ -51,7 +50,7 @@ LIGHTNING = Library(
         "lightning.fabric.utilities.distributed": "_set_num_threads_if_needed",
         "lightning.fabric.plugins.environments:LightningEnvironment": "_main_port",
         # strategies
-        f"{_STRATEGIES}:Strategy": "_checkpoint_io _launcher _precision_plugin",
+        f"{_STRATEGIES}:Strategy": "_launcher _precision_plugin",
         f"{_STRATEGIES}:ParallelStrategy": "_layer_sync",
         f"{_STRATEGIES}:DDPStrategy": "_timeout _start_method _configure_launcher _get_process_group_backend",
         "lightning.pytorch.overrides.distributed": "_sync_module_states",
@@ -101,12 +100,6 @@ def set_on_instance(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 # -- loops -----------------------------------------------------------------------------------------------------------
-
-
-def set_restarting(fit_loop: Any, value: bool) -> None:
-    """Sets ``fit_loop.restarting`` without ``_FitLoop``'s own setter, which treats every resumed run with ``max_steps``
-    as one in mid-epoch."""
-    _Loop.restarting.fset(fit_loop, value)  # type: ignore[attr-defined]
 
 
 def combined_loader(trainer: Any) -> Any:
@@ -227,11 +220,6 @@ def layer_sync(strategy: Any) -> Any:
     """Returns the plugin that converts BatchNorm to its synchronized kind and back; ``None`` without
     ``sync_batchnorm``."""
     return strategy._layer_sync
-
-
-def given_checkpoint_io(strategy: Any) -> Any:
-    """Returns the plugin as it was passed. The public property would create one if there is none."""
-    return strategy._checkpoint_io
 
 
 # -- modules, optimizers, precision ----------------------------------------------------------------------------------

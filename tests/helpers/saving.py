@@ -8,14 +8,12 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.checkpoint import collected
 
 MIB = 2**20
 
@@ -92,16 +90,14 @@ class _Measures(L.Callback):
         self.saving = peak.extra_mib
 
 
-def _run(form: str, path: str, resume: str | None, size: tuple[int, int], is_short: bool) -> tuple[float, float]:
+def _run(form: str, path: str, resume: str | None, size: tuple[int, int]) -> tuple[float, float]:
     measures = _Measures(path)
     trainer = L.Trainer(
         strategy=ZeroStrategy(stage=3, checkpoint=form, after_fit="sharded"), accelerator="cpu", devices=2,
         max_steps=1 if resume is None else 2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[measures],
     )  # fmt: skip
-    free = {"return_value": 0} if is_short else {"wraps": collected.available_host_bytes}
-    with mock.patch.object(collected, "available_host_bytes", **free):
-        trainer.fit(Big(*size), torch.utils.data.DataLoader(torch.ones(8, 1)), ckpt_path=resume)
+    trainer.fit(Big(*size), torch.utils.data.DataLoader(torch.ones(8, 1)), ckpt_path=resume)
     return measures.saving, measures.resuming
 
 
@@ -114,8 +110,8 @@ class Memory:
     resuming: list[float]
     """Beyond the whole module that ``__init__`` has made."""
     bounds: list[float]
-    """What saving may take: one file on rank 0 its own size and one unit, where nothing is free one unit, on other
-    ranks nothing; shards one unit, and in the background a copy of the rank's own."""
+    """What saving may take: one file on rank 0 its own size and one unit, on other ranks one unit; shards one unit, and
+    in the background a copy of the rank's own."""
     size: float
     unit: float
     parameters: float
@@ -126,19 +122,18 @@ class Memory:
         return [rank for rank, bound in enumerate(self.bounds) if self.saving[rank] > bound + 8]
 
 
-def measure(form: str, ranks: Any, width: int, num_units: int, is_short: bool = False) -> Memory:
-    """Saves after one step and resumes, on two ranks at stage 3; ``is_short``: the host says that nothing is free.
+def measure(form: str, ranks: Any, width: int, num_units: int) -> Memory:
+    """Saves after one step and resumes, on two ranks at stage 3.
 
     ``width`` should be above 2900: smaller tensors than 32 MiB stay with glibc's heap when they are freed.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/x.ckpt"
         options = {"world_size": 2, "timeout_seconds": 600.0}
-        saving = [peak for peak, _ in ranks(_run, form, path, None, (width, num_units), is_short, **options)]
+        saving = [peak for peak, _ in ranks(_run, form, path, None, (width, num_units), **options)]
         files = [f for f in [Path(path), *Path(path).rglob("*")] if f.is_file()]
         size = sum(f.stat().st_size for f in files) / MIB
-        resuming = [peak for _, peak in ranks(_run, form, path, path, (width, num_units), is_short, **options)]
+        resuming = [peak for _, peak in ranks(_run, form, path, path, (width, num_units), **options)]
     unit = width * width * 4 / MIB
-    of_file = [unit if is_short else size + unit, unit]
-    bounds = {"file": of_file, "sharded": [unit, unit], "sharded-async": [size / 2 + unit] * 2}
+    bounds = {"file": [size + unit, unit], "sharded": [unit, unit], "sharded-async": [size / 2 + unit] * 2}
     return Memory(saving, resuming, bounds[form], size, unit, num_units * unit)

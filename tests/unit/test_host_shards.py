@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.checkpoint.collected import Collected
 from lightning_zero.comm.shards import PIECE_BYTES, to_host
 from lightning_zero.config import OffloadConfig, ZeroConfig
 from lightning_zero.engines.forwards import OnHost
@@ -233,7 +232,7 @@ def _into_one_file(offload: Any) -> set[str]:
         with ExitStack() as stack:
             for name in ("send", "recv", "isend", "irecv", "batch_isend_irecv"):
                 stack.enter_context(mock.patch.object(dist, name, refused))
-            files = [engine.full(state, Collected([])) for state in states]
+            files = [engine.full(state, on_rank_0=True) for state in states]
         return {pretend.where(t) for t in tree_leaves(files) if isinstance(t, Tensor)}
 
 

@@ -47,7 +47,7 @@ def test_the_keywords_are_the_fields_of_the_config() -> None:
 def test_every_keyword_reaches_the_config() -> None:
     given: dict[str, Any] = {
         "stage": 2, "units": ("Block",), "min_unit_numel": 5, "find_unused_parameters": False, "shard_size": 2,
-        "keep_global_batch": True, "uneven": "shortest", "reduce_dtype": "bf16", "comm_buffers": "symmetric",
+        "uneven": "shortest", "reduce_dtype": "bf16", "comm_buffers": "symmetric",
         "broadcast_buffers": False, "after_fit": "whole", "checkpoint": "sharded", "process_group_backend": "gloo",
         "timeout_seconds": 5.0, "device_memory_gib": 3.0, "start_method": "spawn", "rank_logs": "logs",
         "build": "whole", "offload": "cpu", "compile": "units", "activation_checkpointing": "full",

@@ -33,9 +33,6 @@ class Fsdp2Run(EngineRun):
         fits_on_device = config.stage < 3 and config.offload.target == "none" and not config.auto
         return device.type != "cpu" and not fits_on_device
 
-    def load(self) -> None:
-        import lightning_zero.engines.fsdp2.engine  # noqa: F401
-
     def make_engine(self, device: torch.device, dtypes: DtypePolicy) -> Engine:
         from lightning_zero.engines.fsdp2.engine import Fsdp2Engine  # imported with the first run, not with the package
 
