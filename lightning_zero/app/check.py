@@ -32,7 +32,7 @@ import torch
 from lightning.fabric.plugins.environments import MPIEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 from lightning_zero.app.check_ranks import ON_PURPOSE, PARTS, Job, command
-from lightning_zero.app.doctor import accelerators, hardware, versions
+from lightning_zero.app.doctor import hardware, versions
 from lightning_zero.config import ZeroConfig
 from lightning_zero.launch import rendezvous
 from lightning_zero.launch.environment import check_world, ranks_started
@@ -155,7 +155,7 @@ def check(
             if is_first:
                 print(*rows, sep="\n", flush=True)
     if is_first:
-        report.about |= {"versions": versions(), "hardware": hardware(), "accelerators": accelerators()}
+        report.about |= {"versions": versions(), "hardware": hardware()}
         report.write(Path(folder))
         verdict = "all passed" if report.ok else "not all passed"
         print(f"{verdict}: see {Path(folder, 'check.md')}, {Path(folder, 'check.json')}", flush=True)

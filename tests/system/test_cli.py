@@ -127,7 +127,7 @@ def test_fit_refuses_what_cannot_run(tmp_path):
         ("strategy=zero4", "Available options in 'strategy'"),
         ("strategy.stagee=1", "Did you mean 'stage'?"),
         ("strategy.stage=4", "stage=4: use one of 1, 2, 3"),
-        ("trainer.max_steps=abc", "'abc'"),
+        ("trainer.max_steps=abc", "trainer: "),
         ("launcher.name=remote", "launcher.name='remote'"),
         ("model=custom model._target_=broken.MyModule", "No module named 'nothing_of_that_name'"),
     ):
