@@ -30,7 +30,7 @@ def run_plan(cfg: DictConfig) -> Plan:
     module = _on_meta(cfg)
     if module is None:
         raise ConfigError("model is empty: set it, such as model=gpt or model=custom model._target_=my_module.MyClass")
-    with as_config_error():
+    try:
         made = plan(
             module,
             _batch(cfg, config),
@@ -47,6 +47,8 @@ def run_plan(cfg: DictConfig) -> Plan:
         )
         if config.plot is not None:
             made.plot(config.plot)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     text = json.dumps(made.to_dict(), indent=2)
     if config.json not in (None, "-"):
         Path(config.json).write_text(text, encoding="utf-8")
