@@ -33,7 +33,6 @@ from lightning.fabric.plugins.environments import MPIEnvironment, SLURMEnvironme
 from lightning_zero.app.check_ranks import LINE, ON_PURPOSE, PARTS, Job, command
 from lightning_zero.app.doctor import hardware, versions
 from lightning_zero.config import ZeroConfig
-from lightning_zero.launch.environment import ranks_started
 from lightning_zero.planner.study import precision_name
 
 PASS, FAIL, NOT_HERE = "pass", "FAIL", "not on this machine"
@@ -184,7 +183,8 @@ def _environment() -> Any:
 def _ranks(environment: Any, asked: int | None, on_gpu: bool) -> tuple[int, int]:
     """Returns the number of ranks on each host, and the number of hosts."""
     if environment is not None:
-        found, here = ranks_started(environment)
+        found = environment.world_size()
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", found)))
         return here, found // here
     gpus = torch.cuda.device_count() if on_gpu else 0
     if asked is not None and not 1 <= asked <= (gpus or asked):
