@@ -45,8 +45,6 @@ def run_plan(cfg: DictConfig) -> Plan:
             max_steps=max(int(trainer.get("max_steps") or 0), 0) or 1000,
             config=_zero_config(cfg),
         )
-        if config.plot is not None:
-            made.plot(config.plot)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     text = json.dumps(made.to_dict(), indent=2)
