@@ -118,7 +118,10 @@ def check(
     for part in parts or [""]:
         if part not in PARTS:
             raise ValueError(f"{part!r} is not a part of the check: use {', '.join(PARTS)}.")
-    on_gpu, settings = _on_gpu(accelerator), dict(settings or {})
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # otherwise is_available() takes device memory
+    on_gpu, settings = accelerator != "cpu" and torch.cuda.is_available(), dict(settings or {})
+    if accelerator not in ("auto", "cpu", "gpu" if on_gpu else "auto"):
+        raise ValueError(f"accelerator={accelerator!r}: use auto, cpu, or gpu where torch finds one.")
     ZeroConfig.from_kwargs(stage=3, **settings)
     precision = precision_name(precision)
     if precision.startswith("16") and not on_gpu:
@@ -160,15 +163,6 @@ def check(
 
 
 # -- settings --------------------------------------------------------------------------------------------------------
-
-
-def _on_gpu(accelerator: str) -> bool:
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # otherwise is_available() takes device memory
-    if accelerator not in ("auto", "cpu", "gpu"):
-        raise ValueError(f"accelerator={accelerator!r}: use auto, cpu or gpu.")
-    if accelerator == "gpu" and not torch.cuda.is_available():
-        raise ValueError("accelerator='gpu': torch finds no GPU here (lightning-zero doctor); use cpu.")
-    return accelerator != "cpu" and torch.cuda.is_available()
 
 
 def _environment() -> Any:

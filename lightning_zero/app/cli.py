@@ -261,14 +261,9 @@ def submit(cfg: Any, run_folder: Path, dry_run: bool) -> None:
     job = make_slurm_job(cfg)
     make_strategy(**cfg.strategy)  # finds mistakes now, not after hours in a queue
     given = [item for item in HydraConfig.get().overrides.task if not item.lstrip("+~").startswith("launcher")]
-    of_launcher = {
-        "trainer.devices": "launcher.gpus_per_node" if job.gpus_per_node else "launcher.tasks_per_node",
-        "trainer.num_nodes": "launcher.nodes",
-    }
-    for item in given:
-        name, _, value = item.lstrip("+").partition("=")
-        if name in of_launcher:
-            raise ConfigError(f"{item}: the launcher sets {name}; remove it and write {of_launcher[name]}={value}.")
+    if twice := [item for item in given if item.lstrip("+").startswith(("trainer.devices=", "trainer.num_nodes="))]:
+        instead = "launcher.gpus_per_node (or tasks_per_node) and launcher.nodes"
+        raise ConfigError(f"{', '.join(twice)}: the launcher sets these; use {instead}.")
     if job.gpus_per_node and not any(item.startswith("trainer=") for item in given):
         given.append("trainer=gpu")
     given += [f"trainer.devices={job.devices}", f"trainer.num_nodes={job.nodes}"]

@@ -171,13 +171,9 @@ def make_slurm_job(cfg: DictConfig) -> SlurmJob:
 
 def check_launcher(cfg: DictConfig, name: str) -> None:
     """Raises ``ConfigError`` if the command needs another launcher than ``cfg.launcher``."""
-    found = to_plain(cfg.launcher).get("name")
-    if found not in ("local", "slurm"):
-        raise ConfigError(f"launcher.name={found!r}: use 'local' or 'slurm'.")
-    if name == "local" and found == "slurm":
-        raise ConfigError("launcher=slurm: use the command submit, or remove it under srun.")
-    if name == "slurm" and found == "local":
-        raise ConfigError("launcher=local does not start a batch job: use submit launcher=slurm launcher.nodes=...")
+    if (found := cfg.launcher.name) != name:
+        uses = "submit launcher=slurm launcher.nodes=...; all other commands use launcher=local, also under srun"
+        raise ConfigError(f"launcher.name={found!r}: use {uses}.")
 
 
 def meant(error: BaseException) -> str:

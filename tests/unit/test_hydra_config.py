@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hydra.errors import HydraException
 
-from lightning_zero.app.cli import trace_profiler
 from lightning_zero.app.hydra_config import ConfigError, make_strategy, make_trainer, make_zero_config, meant
 from lightning_zero.app.plan_command import run_plan
 from lightning_zero.config import OffloadConfig, ZeroConfig
@@ -27,11 +26,6 @@ def _job(*overrides: str) -> Any:
 def _composed(*overrides: str) -> Any:
     """Its group ``strategy``."""
     return make_zero_config(_job(*overrides).strategy)
-
-
-def test_a_trace_beside_another_profiler_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"profile=true with trainer\.profiler=simple"):
-        trace_profiler(_job("debug=profile", "profile=true"), tmp_path)
 
 
 def test_a_plan_refuses_the_settings_that_a_run_refuses():
