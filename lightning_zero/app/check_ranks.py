@@ -244,8 +244,8 @@ def _train(job: Job, strategy: str, precision: str, saves: str | None = None, re
 
 def _weights(trainer: Trainer, state: Mapping[str, Tensor]) -> Tensor:
     """Returns a copy of ``state`` in host memory on rank 0, and nothing on the other ranks."""
-    found = [t.float().cpu().flatten() for _, t in sorted(state.items()) if t.is_floating_point()]
-    return torch.cat([torch.empty(0), *(found if trainer.is_global_zero else [])])
+    found = [t for _, t in sorted(state.items()) if t.is_floating_point() and trainer.is_global_zero]
+    return torch.cat([torch.empty(0), *(t.float().cpu().flatten() for t in found)])
 
 
 def difference(losses: Tensor, expected: Tensor) -> float:
