@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	# torch by its pin and alone first: a range would select the largest build the registry has
 	$(BIN)/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
 	$(BIN)/python -m pip install --quiet -c constraints.txt "setuptools>=77" wheel "hatchling>=1.27"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,examples,plot]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,examples]'
 	touch $@
 
 train: setup ## Train a small GPT under zero3 on two CPU processes (about two minutes)

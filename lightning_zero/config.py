@@ -439,8 +439,6 @@ class PlanConfig:
     batch of the data."""
     batch_dtype: str = "int64"
     """Dtype of the micro-batch."""
-    plot: str | None = None
-    """File for a bar chart of the rows (PNG); needs matplotlib."""
     json: str | None = None
     """File for the plan as JSON; ``"-"`` prints it instead of the table."""
 

@@ -17,8 +17,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from lightning_zero.twins import versions
-
 NAMES: dict[str, dict[str, Any]] = {
     f"zero{stage}{offloaded}{suffix}": {"stage": stage, "engine": engine, **offload}
     for suffix, engine in (("", "fsdp2"), ("_deepspeed", "deepspeed"))
@@ -29,12 +27,11 @@ NAMES["zero3_nvme"] = {"stage": 3, "engine": "fsdp2", "offload": "nvme"}
 NAMES["zero_auto"] = {"auto": True, "engine": "fsdp2"}
 """Registered name -> fields of ``ZeroConfig``."""
 
-_LIGHTNING = "lightning.pytorch"
-_REGISTRIES = (f"{_LIGHTNING}.strategies", "pytorch_lightning.strategies")
+_REGISTRIES = ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
 """Lightning's modules with the Trainer's registry, in both of its distributions."""
 
 
-def register_strategies(trainers: str = f"{_LIGHTNING}.strategies") -> None:
+def register_strategies(trainers: str = _REGISTRIES[0]) -> None:
     """Registers every name, which imports Lightning; idempotent.
 
     Args:
@@ -88,22 +85,12 @@ def _maker(trainers: str, name: str) -> Callable[..., Any]:
     def make(**settings: Any) -> Any:
         from lightning_zero.strategy import ZeroStrategy  # imported on first use, not with the package
 
-        _check_is_ours(trainers, name)
-        return ZeroStrategy(**settings)
+        if import_module(trainers).StrategyRegistry is import_module(_REGISTRIES[0]).StrategyRegistry:
+            return ZeroStrategy(**settings)
+        raise ValueError(
+            f"pytorch_lightning.Trainer(strategy={name!r}): lightning and pytorch_lightning are both imported, and a"
+            " Trainer of one cannot run strategies of the other. Write `import lightning_zero` in front of the"
+            " script's other imports and install one version of both, or use lightning.pytorch alone."
+        )
 
     return make
-
-
-def _check_is_ours(trainers: str, name: str) -> None:
-    """Refuses a Trainer of ``pytorch_lightning`` whose classes differ from the Lightning that this package uses."""
-    if import_module(trainers).StrategyRegistry is import_module(f"{_LIGHTNING}.strategies").StrategyRegistry:
-        return
-    lightning, twin = versions()
-    if lightning == twin:
-        repair = "Write `import lightning_zero` in front of the script's other imports, or use lightning.pytorch alone."
-    else:
-        repair = f"Install one version of both (pip install pytorch-lightning=={lightning}), or use lightning.pytorch."
-    raise ValueError(
-        f"pytorch_lightning.Trainer(strategy={name!r}): lightning {lightning} and pytorch_lightning {twin} are both"
-        f" imported, and a Trainer of one cannot run strategies of the other. {repair}"
-    )

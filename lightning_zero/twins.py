@@ -35,16 +35,12 @@ def unite_twins() -> None:
 
 
 @cache
-def versions() -> tuple[str | None, str | None]:
-    """The installed versions of ``lightning`` and ``pytorch-lightning``; None for one that is not installed."""
-    return _installed("lightning"), _installed("pytorch-lightning")
-
-
-def _installed(name: str) -> str | None:
+def _are_twins() -> bool:
+    """Whether both are installed in the same version."""
     try:
-        return version(name)
+        return version("lightning") == version("pytorch-lightning")
     except PackageNotFoundError:
-        return None
+        return False
 
 
 class _FirstTwinFinder(MetaPathFinder):
@@ -63,8 +59,7 @@ def _name_in_first(name: str) -> str | None:
     """The name of the same module in the twin that was imported first; None if no twin is imported, or if ``name``
     belongs to it."""
     if name in TWINS:
-        one, other = versions()
-        return TWINS[name] if TWINS[name] in sys.modules and one == other else None
+        return TWINS[name] if TWINS[name] in sys.modules and _are_twins() else None
     parent, _, last = name.rpartition(".")
     package = sys.modules.get(parent)
     if not parent.startswith(tuple(TWINS)) or package is None or package.__name__ == parent:

@@ -2,7 +2,8 @@
 
     same   losses, weights and a resumed checkpoint of stages 1 to 3 match DDP, in fp32 and in the given precision
     fits   bytes of parameters, gradients, optimizer states and messages match the plan; on CUDA the peak does, too
-    fast   the time of a step is within a factor of DDP's and of raw ``fully_shard``'s, measured alternately
+    fast   the time of a step is within a factor of DDP's and of raw ``fully_shard``'s, measured alternately; on several
+           GPUs the line also has the share of a step in which the device only communicates
     safe   if one rank raises, all processes end within seconds
 
 Each part runs in separate processes (:mod:`lightning_zero.app.check_ranks`), so a part that crashes becomes a failed
@@ -15,27 +16,23 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import MPIEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
-from lightning_zero.app.check_ranks import ON_PURPOSE, PARTS, Job, command
-from lightning_zero.app.doctor import accelerators, hardware, versions
+from lightning_zero.app.check_ranks import LINE, ON_PURPOSE, PARTS, Job, command
+from lightning_zero.app.doctor import hardware, versions
 from lightning_zero.config import ZeroConfig
-from lightning_zero.launch import rendezvous
-from lightning_zero.launch.environment import check_world, ranks_started
 from lightning_zero.planner.study import precision_name
 
 PASS, FAIL, NOT_HERE = "pass", "FAIL", "not on this machine"
@@ -98,15 +95,16 @@ def check(
     folder: str | os.PathLike[str] = ".",
     timeout_seconds: float = 180.0,
 ) -> Report:
-    """Runs the check, prints each line as soon as it is known, and writes ``check.json`` and ``check.md``.
+    """Runs the check, prints the lines of each part when it has ended, and writes ``check.json`` and ``check.md``.
 
     Args:
-        module: An untrained ``LightningModule``; ``None`` uses a small GPT. Other processes unpickle it. Classes that
-            the script itself defines need ``cloudpickle`` for that.
+        module: An untrained ``LightningModule``; ``None`` uses a small GPT. Other processes unpickle it, so its classes
+            must be importable: not those of the script that calls this function.
         data: Its ``LightningDataModule`` or training ``DataLoader``, with twelve micro-batches per rank that are the
             same in each run.
         precision: As for ``Trainer(precision=...)``. fp32 is always checked as well.
-        devices: Ranks on this host; ``None`` is one per GPU, or two on CPUs. A single GPU is shared by two ranks.
+        devices: Ranks on this host; ``None`` is one per GPU, or two on CPUs. A single GPU is shared by two ranks. Ranks
+            that another launcher has started are those that are used.
         accelerator: ``"auto"``, ``"cpu"`` or ``"gpu"``.
         parts: Any of ``same``, ``fits``, ``fast`` and ``safe``.
         settings: Keyword arguments of ``ZeroStrategy`` except the stage.
@@ -120,10 +118,11 @@ def check(
     for part in parts or [""]:
         if part not in PARTS:
             raise ValueError(f"{part!r} is not a part of the check: use {', '.join(PARTS)}.")
-    if not timeout_seconds > 0:
-        raise ValueError(f"timeout_seconds={timeout_seconds:g}: use more than 0.")
-    on_gpu, settings = _on_gpu(accelerator), dict(settings or {})
-    ZeroConfig(stage=3, **settings)
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # otherwise is_available() takes device memory
+    on_gpu, settings = accelerator != "cpu" and torch.cuda.is_available(), dict(settings or {})
+    if accelerator not in ("auto", "cpu", "gpu" if on_gpu else "auto"):
+        raise ValueError(f"accelerator={accelerator!r}: use auto, cpu, or gpu where torch finds one.")
+    ZeroConfig.from_kwargs(stage=3, **settings)
     precision = precision_name(precision)
     if precision.startswith("16") and not on_gpu:
         raise ValueError(f"precision={precision!r}: on CPUs use bf16-mixed or 32-true.")
@@ -133,29 +132,30 @@ def check(
     report = Report()
     with _scratch(Path(folder), environment, is_first) as scratch:
         job = Job(
-            folder=scratch,
+            folder=str(scratch),
             accelerator="gpu" if on_gpu else "cpu",
             devices=num_devices,
             num_nodes=num_nodes,
-            one_gpu=on_gpu and num_devices == num_nodes == 1,
             precision=precision,
             settings=settings,
             own=module is not None,
         )
         if job.own and is_first:
-            torch.save((module, data), job.path("module.pt"), pickle_module=_pickle())
-        report.about["run"] = {name: value for name, value in asdict(job).items() if name not in ("folder", "name")}
+            torch.save((module, data), scratch / "module.pt")
+        report.about["run"] = asdict(replace(job, folder=os.fspath(folder)))
         for part in (part for part in PARTS if part in parts):
             began = time.time()
-            rows, output = _run(job.part(part), environment, timeout_seconds)
-            if any(row.outcome == FAIL for row in rows):
-                report.logs[part] = output[-6000:]
+            rows, output = _run(part, job, environment, timeout_seconds)
             report.about["run"][f"seconds of {part}"] = round(time.time() - began)
             report.rows += rows
+            if any(row.outcome == FAIL for row in rows):
+                report.logs[part] = output[-6000:]
             if is_first:
                 print(*rows, sep="\n", flush=True)
+            elif rows:  # this rank has failed; the report, which only rank 0 writes, does not have its output
+                print(output, file=sys.stderr, flush=True)
     if is_first:
-        report.about |= {"versions": versions(), "hardware": hardware(), "accelerators": accelerators()}
+        report.about |= {"versions": versions(), "hardware": hardware()}
         report.write(Path(folder))
         verdict = "all passed" if report.ok else "not all passed"
         print(f"{verdict}: see {Path(folder, 'check.md')}, {Path(folder, 'check.json')}", flush=True)
@@ -163,26 +163,6 @@ def check(
 
 
 # -- settings --------------------------------------------------------------------------------------------------------
-
-
-def _on_gpu(accelerator: str) -> bool:
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # otherwise is_available() takes device memory
-    if accelerator not in ("auto", "cpu", "gpu"):
-        raise ValueError(f"accelerator={accelerator!r}: use auto, cpu or gpu.")
-    if accelerator == "gpu" and not torch.cuda.is_available():
-        raise ValueError("accelerator='gpu': torch finds no GPU here (lightning-zero doctor); use cpu.")
-    return accelerator != "cpu" and torch.cuda.is_available()
-
-
-def _pickle() -> Any:
-    try:
-        import cloudpickle  # optional: only classes that the script itself defines need it
-    except ModuleNotFoundError:
-        return pickle
-    return cloudpickle
-
-
-# -- processes -------------------------------------------------------------------------------------------------------
 
 
 def _environment() -> Any:
@@ -195,78 +175,60 @@ def _environment() -> Any:
 
 
 def _ranks(environment: Any, asked: int | None, on_gpu: bool) -> tuple[int, int]:
-    """Returns the number of ranks on each host, and the number of hosts.
-
-    Raises:
-        ValueError: The number differs from what was asked for.
-    """
-    if environment is None:
-        gpus = torch.cuda.device_count() if on_gpu else 0
-        found = asked if asked is not None else gpus or 2
-        if found < 1 or found > (gpus or found):
-            raise ValueError(f"devices={found}: use 1 to {gpus}." if gpus else f"devices={found}: use 1 or more.")
-        return found, 1
-    found, here = ranks_started(environment)
-    here = asked or here
-    check_world(environment, here, found // here)
-    return here, found // here
+    """Returns the number of ranks on each host, and the number of hosts."""
+    if environment is not None:
+        found = environment.world_size()
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", found)))
+        return here, found // here
+    gpus = torch.cuda.device_count() if on_gpu else 0
+    if asked is not None and not 1 <= asked <= (gpus or asked):
+        raise ValueError(f"devices={asked}: use 1 to {gpus}." if gpus else f"devices={asked}: use 1 or more.")
+    return 2 if gpus == 1 else asked or gpus or 2, 1
 
 
 @contextmanager
-def _scratch(folder: Path, environment: Any, is_first: bool) -> Iterator[str]:
-    """Provides a folder for results and checkpoints and removes it afterwards, also after SIGTERM or Ctrl-C."""
-
-    def interrupt(*unused: Any) -> None:
-        raise KeyboardInterrupt
-
+def _scratch(folder: Path, environment: Any, is_first: bool) -> Iterator[Path]:
+    """Provides a folder for the user's module and for checkpoints, and removes it afterwards."""
     name = os.getpid() if environment is None else environment.main_port  # ranks must choose the same name
     made = folder.resolve() / f".lightning-zero-check-{name}"
+    if is_first:
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir()
     try:
-        if is_first:
-            shutil.rmtree(made, ignore_errors=True)
-            made.mkdir()
-    except OSError as error:
-        raise OSError(f"{folder} is not writable ({error.strerror}): choose another folder (--out).") from None
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield str(made)
+        yield made
     finally:
-        signal.signal(signal.SIGTERM, before)
         if is_first:
             shutil.rmtree(made, ignore_errors=True)
 
 
-def _run(job: Job, environment: Any, timeout_seconds: float) -> tuple[list[Row], str]:
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+def _run(part: str, job: Job, environment: Any, timeout_seconds: float) -> tuple[list[Row], str]:
     """Runs one part, and returns its lines and its output. Other ranks than 0 return a line only if they fail."""
-    if job.name == "safe" and (environment is not None or job.world_size == 1):
+    if part == "fast" and job.shares_gpu:
+        job = replace(job, devices=1)  # times of ranks that share a GPU say nothing
+    if part == "safe" and (environment is not None or job.world_size == 1):
         why = "one rank waits for no other" if environment is None else "the launcher of the ranks also ends them"
-        return [Row(job.name, "zero3", NOT_HERE, why)], ""
-    failure, output = _processes(job, environment, timeout_seconds)
-    if job.name == "safe":
+        return [Row(part, "zero3", NOT_HERE, why)], ""
+    failure, output = _processes(command(part, job), environment, timeout_seconds)
+    if part == "safe":
         return [_safe(job, failure, output, time.time())], output
-    failure = failure and f"{failure}: {_last_error(output)}"
-    if environment is not None and (rank := environment.global_rank()):
-        if failure:  # the report, which only rank 0 writes, does not have it
-            print(output, file=sys.stderr, flush=True)
-        return [Row(job.name, f"rank {rank}", FAIL, failure)] if failure else [], output
-    path = Path(job.path(f"{job.name}.jsonl"))
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     outcomes = {True: PASS, False: FAIL, None: NOT_HERE}
-    rows = [Row(job.name, what, outcomes[passes], figures) for what, passes, figures in lines]
-    rows += [Row(job.name, what, FAIL, failure or "no result") for what in job.lines[len(lines) :]]
-    if failure and len(lines) == len(rows):
-        rows.append(Row(job.name, "end", FAIL, failure))
+    lines = [json.loads(line) for line in re.findall(f"{LINE}(.*)", output)]
+    rows = [Row(part, what, outcomes[passes], figures) for what, passes, figures in lines]
+    if failure:
+        rows.append(Row(part, "end", FAIL, f"{failure}: {_last_error(output)}"))
     return rows, output
 
 
-def _processes(job: Job, environment: Any, timeout_seconds: float) -> tuple[str, str]:
-    """Runs ``job`` until its last process has ended. Returns the failure, or ``""``, and the output."""
+def _processes(words: Sequence[str], environment: Any, timeout_seconds: float) -> tuple[str, str]:
+    """Runs a command until its last process has ended. Returns the failure, or ``""``, and the output."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if environment is None:  # a batch job's variables would describe other ranks
         env = {name: value for name, value in env.items() if not name.startswith(_OF_LAUNCHERS)}
-    env.setdefault(rendezvous.START_SECONDS, str(timeout_seconds))
     process = subprocess.Popen(
-        command(job),
+        words,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -291,17 +253,14 @@ def _processes(job: Job, environment: Any, timeout_seconds: float) -> tuple[str,
 
 def _last_error(output: str) -> str:
     """Returns the last line of ``output`` that names an error, or else the last line."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    named = [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception|Interrupt|Lost)\b", line)]
-    return (named or lines or ["no output"])[-1][:300]
+    named = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Lost)\b.*", output, re.MULTILINE)
+    return (named or output.strip().splitlines() or ["no output"])[-1][:300]
 
 
-def _safe(job: Job, error: str, output: str, ended: float) -> Row:
-    raised = Path(job.path("raised"))
-    if not raised.exists() or not error.startswith("ended with code"):
-        return Row("safe", "zero3", FAIL, f"{error or 'no rank failed'}: {_last_error(output)}")
-    seconds = ended - float(raised.read_text(encoding="utf-8"))
+def _safe(job: Job, failure: str, output: str, ended: float) -> Row:
+    raised = re.search(ON_PURPOSE + r" at ([\d.]+)", output)
+    if raised is None or not failure.startswith("ended with code"):
+        return Row("safe", "zero3", FAIL, f"{failure or 'no rank failed'}: {_last_error(output)}")
+    seconds = ended - float(raised[1])
     text = f"all {job.world_size} ranks ended {seconds:.1f} s after one had raised (<= {SAFE_SECONDS:g})"
-    if ON_PURPOSE not in output:
-        return Row("safe", "zero3", FAIL, f"{text}, but its error is not shown")
     return Row("safe", "zero3", PASS if seconds <= SAFE_SECONDS else FAIL, text)

@@ -1,14 +1,8 @@
-"""The ranks' side of ``lightning-zero check``: ``python -m lightning_zero.app.check_ranks JOB``.
+"""The ranks' side of ``lightning-zero check``: ``python -m lightning_zero.app.check_ranks PART JOB``.
 
-A job is one part of the check, and the world of ranks that runs it. Each part yields the lines of the report; rank 0
-appends each to ``<name>.jsonl`` in the folder of the check as soon as it is known, so that a later crash does not lose
-it. :mod:`lightning_zero.app.check` starts jobs and makes the report.
-
-    same   losses and weights of each stage, from the start and from its own checkpoint, against DDP in each precision
-    fits   bytes of each stage, measured and planned
-    fast   the same step under DDP, raw ``fully_shard`` and each stage, alternately; on several GPUs also the share of
-           a step in which the device only communicates
-    safe   the last rank raises in the middle of a step
+A job is the world of ranks that runs one part of the check. Each part yields the lines of the report; rank 0 prints
+each as soon as it is known, so that a later crash does not lose it. :mod:`lightning_zero.app.check` describes the
+parts, starts them, reads their output and makes the report.
 
 A single GPU is shared by two ranks over gloo. On CUDA tensors gloo lacks some collectives and the mean, so
 :func:`stage_through_host` moves these through host memory. Values and memory are right then, but times are not, so
@@ -26,7 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -51,12 +45,14 @@ from lightning_zero.strategy import ZeroStrategy
 
 FP32 = "32-true"
 STAGES = ("zero1", "zero2", "zero3")
-MICRO_BATCHES = 12
+MICRO_BATCHES, HALF = 12, 6
 ACCUMULATE = 2
 CLIP = 1.0
 WARMUP_STEPS, TIMED_STEPS, ROUNDS = 2, 6, 3
 RAISES_AT_STEP = 2
 ON_PURPOSE = "raised on purpose by lightning-zero check"
+LINE = "line of lightning-zero check: "
+"""What precedes a line in the output of a part."""
 TIMEOUT_SECONDS = 60.0
 """Timeout of a collective."""
 MIB = 2**20
@@ -66,9 +62,9 @@ since initialization. Sums over ranks round in another order (1e-7), which AdamW
 LOW_TOLERANCES = 3e-2, 0.2
 """In low precision. Each gather rounds the sharded weights once, and their gradients are rounded as well. Autocast
 rounds weights in each operator and keeps gradients in fp32. A missing reduction makes a larger difference."""
-TOLERANCES = {"parameters": 0.01, "gradients": 0.01, "optimizer": 0.01, "sent per step": 0.02, "memory peak": 0.1}
-"""Relative difference of bytes from the plan, which does not count the ranks' agreements."""
-PEAK_SLACK_BYTES = 64 * MIB
+TOLERANCES = dict.fromkeys(("parameters", "gradients", "optimizer", "sent per step"), (0.02, 1024))
+"""Kind of bytes -> relative and absolute difference from the plan, which does not count the ranks' agreements."""
+TOLERANCES["memory peak"] = 0.1, 64 * MIB
 """cuBLAS keeps workspaces (32 MiB on Hopper), and the allocator rounds blocks up."""
 BOUNDS = {"ddp": 3.0, "fully_shard": 2.0}
 """Upper bounds of a stage's step time over that of each reference. They should find a mistake, not a slow network."""
@@ -104,21 +100,18 @@ class RawFullyShard(LaunchedDDP):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One part of the check, and the world of ranks that runs it."""
+    """The world of ranks that runs a part of the check."""
 
-    name: str = ""
     folder: str
     """Folder for results and checkpoints, which all ranks can see."""
     accelerator: str
     devices: int
     """Ranks on each host."""
-    num_nodes: int = 1
-    one_gpu: bool = False
-    """Whether there is a single GPU. Two ranks share it, except where times are measured."""
+    num_nodes: int
     precision: str
     settings: Mapping[str, Any]
     """Keyword arguments of ``ZeroStrategy`` except the stage."""
-    own: bool = False
+    own: bool
     """Whether ``module.pt`` in the folder holds the user's module and data."""
 
     @property
@@ -127,21 +120,8 @@ class Job:
 
     @property
     def shares_gpu(self) -> bool:
-        return self.one_gpu and self.devices > 1
-
-    def part(self, name: str) -> Job:
-        """Returns a copy of this job for one part of the check."""
-        devices = 2 if self.one_gpu and name != "fast" else self.devices
-        return replace(self, name=name, devices=devices)
-
-    def path(self, name: str) -> str:
-        return str(Path(self.folder, name))
-
-    @property
-    def lines(self) -> list[str]:
-        """What each line of the report is about."""
-        precisions = [f" {each}" for each in dict.fromkeys((FP32, self.precision))] if self.name == "same" else [""]
-        return [f"{stage}{precision}" for precision in precisions for stage in STAGES]
+        """Whether two ranks share the only GPU."""
+        return self.accelerator == "gpu" and self.world_size == 2 and torch.cuda.device_count() == 1
 
     def strategy(self, name: str) -> Any:
         """Returns a new strategy: ``ddp``, ``fully_shard`` or one of ``STAGES``."""
@@ -184,7 +164,8 @@ class Job:
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
         if self.own:
-            return torch.load(self.path("module.pt"), map_location="cpu", weights_only=False)  # type: ignore[no-any-return]
+            path = Path(self.folder, "module.pt")
+            return torch.load(path, map_location="cpu", weights_only=False)  # type: ignore[no-any-return]
         shape = LARGE_ON_GPU if large and self.accelerator == "gpu" else SMALL
         size = num_batches * self.world_size * BATCH_SIZE, shape["block_size"] + 1
         ids = torch.randint(shape["vocab_size"], size, generator=torch.Generator().manual_seed(1))
@@ -195,21 +176,15 @@ class Job:
 
 
 class Watch(Callback):
-    """Records a fit as this rank sees it. Saves a checkpoint to ``middle`` after half of the batches."""
+    """Records losses and times of a fit as this rank sees it. Saves a checkpoint after half of the micro-batches."""
 
-    def __init__(self, middle: str | None = None) -> None:
-        self.middle = middle
+    def __init__(self, checkpoint: str | None = None) -> None:
         self.losses: list[Tensor] = []
         self.seconds: list[float] = []
-        self.first_batch = 0
-        self.initial: dict[str, Tensor] = {}
-        self.weights: dict[str, Tensor] = {}
-        """Before and after the fit, on rank 0: one copy per host fits."""
+        self._checkpoint = checkpoint
         self._since = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if not self.losses:
-            self.first_batch = batch_idx
         # Dropout must not depend on earlier random numbers, which a resumed run does not draw
         torch.manual_seed(1000 * trainer.global_rank + batch_idx)
 
@@ -219,9 +194,8 @@ class Watch(Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             self.losses.append(loss.detach().float())
-        half = int(trainer.num_training_batches) // (2 * ACCUMULATE) * ACCUMULATE
-        if self.middle and batch_idx + 1 == half:
-            trainer.save_checkpoint(self.middle)
+        if self._checkpoint and batch_idx + 1 == HALF:
+            trainer.save_checkpoint(self._checkpoint)
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize()
         now = time.perf_counter()
@@ -232,67 +206,62 @@ class Watch(Callback):
 # -- same ------------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Run:
+    """A fit: each rank's losses, and on rank 0 all weights, so that one copy per host fits."""
+
+    losses: Tensor  # 1D, one per micro-batch
+    initial: Tensor  # 1D
+    weights: Tensor  # 1D
+
+
 def same(job: Job) -> Iterator[Line]:
     """Trains under DDP and at each stage, in each precision."""
     for precision in dict.fromkeys((FP32, job.precision)):
-        tolerances = FULL_TOLERANCES if precision in (FP32, "64-true") else LOW_TOLERANCES
-        expected, middle = _train(job, "ddp", precision), job.path("middle.ckpt")
+        most_loss, most_weights = FULL_TOLERANCES if precision in (FP32, "64-true") else LOW_TOLERANCES
+        expected, middle = _train(job, "ddp", precision), str(Path(job.folder, "middle.ckpt"))
         for stage in STAGES:
-            try:
-                runs = _train(job, stage, precision, saves=middle), _train(job, stage, precision, resumes=middle)
-            except Exception as error:
-                yield f"{stage} {precision}", False, f"{type(error).__name__}: {error}"
-                return  # after an error no other fit begins
-            found = [_compared(run, expected, tolerances) for run in runs]
-            texts = "; resumed: ".join(text for _, text in found)
-            bounds = "(<= {:g}, {:g})".format(*tolerances)
-            yield f"{stage} {precision}", all(passes for passes, _ in found), f"{texts} {bounds}"
+            run, resumed = _train(job, stage, precision, saves=middle), _train(job, stage, precision, resumes=middle)
+            texts, passes = [], True
+            for found, losses in ((run, expected.losses), (resumed, expected.losses[HALF:])):
+                off = difference(found.losses, losses), distance(found.weights, expected.weights, expected.initial)
+                loss, weights = (max(each) for each in zip(*of_every_rank(off), strict=True))
+                passes = passes and loss <= most_loss and weights <= most_weights
+                texts.append(f"losses off by {loss:.1e}, weights by {weights:.1e}")
+            yield f"{stage} {precision}", passes, f"{'; resumed: '.join(texts)} (<= {most_loss:g}, {most_weights:g})"
 
 
-def _train(job: Job, strategy: str, precision: str, saves: str | None = None, resumes: str | None = None) -> Watch:
+def _train(job: Job, strategy: str, precision: str, saves: str | None = None, resumes: str | None = None) -> Run:
     module, data = job.module_and_data()
     watch = Watch(saves)
     automatic: dict[str, Any] = {"accumulate_grad_batches": ACCUMULATE, "gradient_clip_val": CLIP}
     trainer = job.trainer(strategy, watch, precision, **(automatic if module.automatic_optimization else {}))
-    watch.initial = _weights(trainer, module.state_dict())
+    initial = _weights(trainer, module.state_dict())
     trainer.fit(module, data, ckpt_path=resumes, weights_only=False)
-    watch.weights = _weights(trainer, trainer.strategy.lightning_module_state_dict())
-    return watch
+    weights = _weights(trainer, trainer.strategy.lightning_module_state_dict())
+    return Run(torch.tensor([float(loss) for loss in watch.losses]), initial, weights)
 
 
-def _weights(trainer: Trainer, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _weights(trainer: Trainer, state: Mapping[str, Tensor]) -> Tensor:
     """Returns a copy of ``state`` in host memory on rank 0, and nothing on the other ranks."""
-    if not trainer.is_global_zero:
-        return {}
-    return {name: t.to("cpu", copy=True) for name, t in state.items() if t.is_floating_point()}
+    found = [t for _, t in sorted(state.items()) if t.is_floating_point() and trainer.is_global_zero]
+    return torch.cat([torch.empty(0), *(t.float().cpu().flatten() for t in found)])
 
 
-def _compared(run: Watch, expected: Watch, tolerances: tuple[float, float]) -> tuple[bool, str]:
-    """Returns whether all ranks' losses and weights agree with DDP's, and the figures (collective)."""
-    losses, of_ddp = (list(map(float, each)) for each in (run.losses, expected.losses[run.first_batch :]))
-    off, batch = difference(losses, of_ddp, tolerances[0])
-    off, batch, rank = max((*each, rank) for rank, each in enumerate(of_every_rank((off, run.first_batch + batch))))
-    moved = max(of_every_rank(distance(run.weights, expected.weights, expected.initial)))
-    where = f" (rank {rank}, from batch {batch} on)" if off > tolerances[0] else ""
-    return off <= tolerances[0] and moved <= tolerances[1], f"losses off by {off:.1e}{where}, weights by {moved:.1e}"
-
-
-def difference(losses: list[float], expected: list[float], most: float) -> tuple[float, int]:
-    """Returns the largest relative difference, and the index of the first one above ``most``."""
-    if len(losses) != len(expected):
-        return math.inf, min(len(losses), len(expected))
-    off = [abs(a - b) / max(abs(b), 1e-6) for a, b in zip(losses, expected, strict=True)]
-    off = [each if math.isfinite(each) else math.inf for each in off]
-    return max(off, default=0.0), next((i for i, each in enumerate(off) if each > most), 0)
-
-
-def distance(weights: dict[str, Tensor], expected: dict[str, Tensor], initial: dict[str, Tensor]) -> float:
-    """Returns the norm of the difference over the norm of ``expected - initial``."""
-    if weights.keys() != expected.keys():
+def difference(losses: Tensor, expected: Tensor) -> float:
+    """Returns the largest relative difference; a loss that is missing or not finite differs infinitely."""
+    if losses.shape != expected.shape:
         return math.inf
-    off = sum(float((weights[name].double() - t.double()).square().sum()) for name, t in expected.items())
-    way = sum(float((t.double() - initial[name].double()).square().sum()) for name, t in expected.items())
-    return math.sqrt(off / way) if way and math.isfinite(off) else math.inf if off else 0.0
+    off = ((losses - expected).abs() / expected.abs().clamp(min=1e-6)).nan_to_num(math.inf, math.inf)
+    return max(off.tolist(), default=0.0)
+
+
+def distance(weights: Tensor, expected: Tensor, initial: Tensor) -> float:
+    """Returns the norm of the difference over the norm of ``expected - initial``."""
+    if weights.shape != expected.shape:
+        return math.inf
+    off, way = (float((t - expected).norm(dtype=torch.float64)) for t in (weights, initial))
+    return off / way if way and math.isfinite(off) else math.inf if off else 0.0
 
 
 # -- fits ------------------------------------------------------------------------------------------------------------
@@ -320,12 +289,12 @@ def fits(job: Job) -> Iterator[Line]:
 def _with_plan(rows: Sequence[Mapping[str, float]], planned: Mapping[str, float], left: int) -> tuple[bool, str]:
     """Compares the fullest rank with the plan, which has no peak on CPUs: the interpreter would count."""
     texts, passes = [], True
-    for kind, tolerance in TOLERANCES.items():
+    for kind, (tolerance, slack) in TOLERANCES.items():
         is_peak = kind == "memory peak"
         if is_peak and "memory peak bytes" not in planned:
             continue
         measured, plan = max(_bytes(row, kind) for row in rows) - (left if is_peak else 0), _bytes(planned, kind)
-        is_near = abs(measured - plan) <= tolerance * plan + (PEAK_SLACK_BYTES if is_peak else 1024)
+        is_near = abs(measured - plan) <= tolerance * plan + slack
         passes = passes and is_near
         wrong = "" if is_near else f", not within {tolerance:.0%}"
         texts.append(f"{kind} {measured / MIB:.2f} MiB (plan {plan / MIB:.2f}{wrong})")
@@ -420,19 +389,15 @@ def _judge_times(stage: str, seconds: Mapping[str, list[float]], precision: str,
 class Raise(Callback):
     """Raises on the last rank in the middle of a step, while the other ranks enter the step's collectives."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        if trainer.global_step == RAISES_AT_STEP and trainer.global_rank == self.job.world_size - 1:
-            Path(self.job.path("raised")).write_text(str(time.time()), encoding="utf-8")
-            raise RuntimeError(ON_PURPOSE)
+        if trainer.global_step == RAISES_AT_STEP and trainer.global_rank == trainer.world_size - 1:
+            raise RuntimeError(f"{ON_PURPOSE} at {time.time():.3f}")
 
 
 def safe(job: Job) -> Iterator[Line]:
     """Raises on one rank, so no line comes from here: the process that has started the ranks sees how they end."""
     module, data = job.module_and_data()
-    job.trainer("zero3", Raise(job), FP32).fit(module, data)
+    job.trainer("zero3", Raise(), FP32).fit(module, data)
     yield from ()
 
 
@@ -481,22 +446,21 @@ def _gathered(t: Tensor) -> list[Tensor]:
 PARTS = {"same": same, "fits": fits, "fast": fast, "safe": safe}
 
 
-def command(job: Job) -> list[str]:
-    """Returns the command that starts ``job`` on this host."""
-    return [sys.executable, "-m", "lightning_zero.app.check_ranks", json.dumps(asdict(job))]
+def command(part: str, job: Job) -> list[str]:
+    """Returns the command that starts a part on this host."""
+    return [sys.executable, "-m", "lightning_zero.app.check_ranks", part, json.dumps(asdict(job))]
 
 
 def main() -> None:
-    job = Job(**json.loads(sys.argv[1]))
+    part, job = sys.argv[1], Job(**json.loads(sys.argv[2]))
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if job.shares_gpu:
         stage_through_host()
-    for line in PARTS[job.name](job):
+    for line in PARTS[part](job):
         if not dist.is_initialized() or dist.get_rank() == 0:
-            with open(job.path(f"{job.name}.jsonl"), "a", encoding="utf-8") as lines:
-                lines.write(json.dumps(line) + "\n")
+            print(f"{LINE}{json.dumps(line)}", flush=True)
 
 
 if __name__ == "__main__":

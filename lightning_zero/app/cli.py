@@ -7,13 +7,12 @@ run.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,14 +28,6 @@ COMMANDS = {
     "plan": "show what each stage would store and send, and which one fits",
     "submit": "write a batch script that runs fit and submit it to SLURM (--dry-run only writes it)",
 }
-TOOLS = {
-    "convert": "convert a checkpoint to another form",
-    "doctor": "show what this machine has for training, and what is missing",
-    "check": "prove on this machine that stages 1 to 3 train as DDP, fit the plan, are fast, and end safely",
-    "init": "create a folder with a small project that trains at once",
-}
-"""Commands with ordinary arguments."""
-_DRY_RUN = "LIGHTNING_ZERO_DRY_RUN"
 
 
 def main() -> None:
@@ -45,18 +36,21 @@ def main() -> None:
 
     ``--help`` and ``--version`` do not import PyTorch or Lightning.
     """
-    try:
-        _run(sys.argv[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has closed its end, as `... | head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes into it when it ends
-        sys.exit(128 + signal.SIGPIPE)
-
-
-def _run(arguments: list[str]) -> None:
+    arguments = sys.argv[1:]
     if arguments and arguments[0] in COMMANDS:
         _run_hydra(arguments[0], arguments[1:])
         return
+    parsed = _parser().parse_args(arguments)
+    try:
+        parsed.run(parsed)
+    except (OSError, RuntimeError, ValueError) as error:
+        _exit_with(str(error))
+
+
+# -- commands with ordinary arguments --------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-zero",
         description="Trains any LightningModule under ZeRO stage 1, 2 or 3.",
@@ -72,46 +66,49 @@ def _run(arguments: list[str]) -> None:
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
-    _add_convert(commands.add_parser("convert", help=TOOLS["convert"], description=_convert.__doc__))
-    _add_doctor(commands.add_parser("doctor", help=TOOLS["doctor"], description=_doctor.__doc__))
-    _add_check(commands.add_parser("check", help=TOOLS["check"], description=_check.__doc__))
-    _add_init(commands.add_parser("init", help=TOOLS["init"], description=_init.__doc__))
-    parsed = parser.parse_args(arguments)  # or --help, --version, an error: no command was given
-    parsed.run(parsed)
 
+    def tool(name: str, run: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=run.__doc__)
+        made.set_defaults(run=run)
+        return made
 
-def _add_convert(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="a checkpoint: file, sharded folder, or fsspec URL")
-    parser.add_argument("target", help="path to write; must not exist yet")
-    parser.add_argument("--format", choices=FORMATS, help="default: the form that SOURCE does not have")
-    parser.add_argument("--prefix", help="safetensors: prefix to remove from names (default: that of an only child)")
-    parser.add_argument(
-        "--no-weights-only", action="store_true", help="unpickle anything SOURCE holds; only if you trust its origin"
-    )
-    parser.set_defaults(run=_convert)
+    convert = tool("convert", _convert, "convert a checkpoint to another form")
+    convert.add_argument("source", help="a checkpoint: file, sharded folder, or fsspec URL")
+    convert.add_argument("target", help="path to write; must not exist yet")
+    convert.add_argument("--format", choices=FORMATS, help="default: the form that SOURCE does not have")
+    convert.add_argument("--prefix", help="safetensors: prefix to remove from names (default: that of an only child)")
+    trust = "unpickle anything SOURCE holds; only if you trust its origin"
+    convert.add_argument("--no-weights-only", action="store_true", help=trust)
+
+    doctor = tool("doctor", _doctor, "show what this machine has for training, and what is missing")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+
+    check = tool("check", _check, "prove on this machine that stages 1 to 3 train as DDP, fit the plan, and are fast")
+    number = "ranks here (default: the GPUs, or 2 processes on CPUs)"
+    check.add_argument("--devices", type=int, metavar="N", help=number)
+    check.add_argument("--accelerator", default="auto", choices=["auto", "cpu", "gpu"], help="default: auto")
+    check.add_argument("--precision", default="bf16-mixed", help="besides fp32 (default: bf16-mixed)")
+    check.add_argument("--only", default="same,fits,fast,safe", metavar="PARTS", help="of same,fits,fast,safe")
+    check.add_argument("--out", default=".", metavar="FOLDER", help="for check.json and check.md (default: here)")
+    check.add_argument("--timeout", type=float, default=180.0, metavar="SECONDS", help="for each part (default: 180)")
+
+    init = tool("init", _init, "create a folder with a small project that trains at once")
+    init.add_argument("folder", help="folder to create; must be empty if it exists")
+    return parser
 
 
 def _convert(arguments: argparse.Namespace) -> None:
     """Converts a checkpoint to another form, without an accelerator and with one tensor in memory at a time."""
     from lightning_zero.checkpoint.convert import convert
 
-    try:
-        form = convert(
-            arguments.source,
-            arguments.target,
-            arguments.format,
-            weights_only=not arguments.no_weights_only,
-            prefix=arguments.prefix,
-        )
-    except (OSError, RuntimeError) as error:
-        _exit_with(str(error))
+    form = convert(
+        arguments.source,
+        arguments.target,
+        arguments.format,
+        weights_only=not arguments.no_weights_only,
+        prefix=arguments.prefix,
+    )
     print(f"{arguments.target} ({form})")
-
-
-def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="for each check with processes")
-    parser.set_defaults(run=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
@@ -119,19 +116,7 @@ def _doctor(arguments: argparse.Namespace) -> None:
     cannot."""
     from lightning_zero.app.doctor import run
 
-    sys.exit(run(arguments.timeout, arguments.json))
-
-
-def _add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--devices", type=int, metavar="N", help="ranks here (default: the GPUs, or 2 processes on CPUs)"
-    )
-    parser.add_argument("--accelerator", default="auto", metavar="auto|cpu|gpu", help="default: auto")
-    parser.add_argument("--precision", default="bf16-mixed", help="besides fp32 (default: bf16-mixed)")
-    parser.add_argument("--only", default="same,fits,fast,safe", metavar="PARTS", help="of same,fits,fast,safe")
-    parser.add_argument("--out", default=".", metavar="FOLDER", help="for check.json and check.md (default: here)")
-    parser.add_argument("--timeout", type=float, default=180.0, metavar="SECONDS", help="for each part (default: 180)")
-    parser.set_defaults(run=_check)
+    sys.exit(run(arguments.json))
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -140,6 +125,7 @@ def _check(arguments: argparse.Namespace) -> None:
     writes check.json and check.md; exits with 1 where one of them fails."""
     from lightning_zero.app.check import check
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing may remain
     try:
         report = check(
             parts=[part for part in arguments.only.split(",") if part],
@@ -151,65 +137,61 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     except KeyboardInterrupt:
         _exit_with("interrupted; no report was written", 130)
-    except (OSError, ValueError) as error:
-        _exit_with(str(error))
     sys.exit(0 if report.ok else 1)
-
-
-def _add_init(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="folder to create; must be empty if it exists")
-    parser.set_defaults(run=_init)
 
 
 def _init(arguments: argparse.Namespace) -> None:
     """Creates a small project: a module, its data, a Hydra app with its own config, a test and a batch script."""
     from lightning_zero.app.project import make_project
 
-    try:
-        print(make_project(Path(arguments.folder)))
-    except OSError as error:
-        _exit_with(str(error))
+    print(make_project(Path(arguments.folder)))
+
+
+# -- commands with Hydra's arguments ---------------------------------------------------------------------------------
 
 
 def _run_hydra(command: str, arguments: list[str]) -> None:
     import hydra  # takes half a second, which the tools do not need
+    from hydra.errors import HydraException
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from omegaconf.errors import OmegaConfBaseException
 
     from lightning_zero.launch import launcher
 
-    typed, fell_back = sys.argv, "HYDRA_FULL_ERROR" not in os.environ
+    dry_run = command == "submit" and "--dry-run" in arguments
 
     @hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf", config_name="config")
     def app(cfg: Any) -> float | None:
-        return run_command(command, cfg)
+        return run_command(command, cfg, dry_run)
 
-    if command == "submit" and "--dry-run" in arguments:
-        arguments = [item for item in arguments if item != "--dry-run"]
-        os.environ[_DRY_RUN] = "1"  # an environment variable also reaches the jobs of a sweep
-    sys.argv = [typed[0], *arguments]
+    sys.argv = [sys.argv[0], *(item for item in arguments if not (dry_run and item == "--dry-run"))]
     launcher.program_arguments = [command]  # the launcher puts it before Hydra's arguments
     # Without this Hydra prints a shortened traceback and exits; with it Hydra raises, and we print the message.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
-        with _user_errors_in_one_line():
-            app()
-    finally:
-        sys.argv = typed
-        os.environ.pop(_DRY_RUN, None)
-        if fell_back:
-            os.environ.pop("HYDRA_FULL_ERROR", None)
+        app()
+    except (HydraException, OmegaConfBaseException) as error:  # ConfigError among them
+        _exit_with(_explain(error))
+    except MisconfigurationException as error:
+        _exit_with(str(error))
+    except (CheckpointError, FileNotFoundError) as error:
+        if not (isinstance(error, CheckpointError) or str(error).startswith("Checkpoint file not found")):
+            raise
+        _exit_with(str(error), 1)
 
 
-def run_command(command: str, cfg: Any) -> float | None:
+def run_command(command: str, cfg: Any, dry_run: bool = False) -> float | None:
     """Runs ``command`` (a name in :data:`COMMANDS`) with ``cfg``, inside a Hydra job.
 
     Returns:
-        The value of the metric ``optimized_metric``, for the sweeper; ``None`` if that is not set.
+        The value of the metric ``optimized_metric``, for the sweeper; ``None`` if the module has not logged it.
     """
     from hydra.core.hydra_config import HydraConfig
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.pytorch import seed_everything
 
     from lightning_zero.app.hydra_config import ConfigError, check_launcher, make_object, make_trainer
+    from lightning_zero.launch.launcher import end_session
 
     # Import modules from the folder of the command, as `python -m` does, in other ranks and sweep workers too.
     if (started_in := HydraConfig.get().runtime.cwd) not in sys.path:
@@ -221,7 +203,7 @@ def run_command(command: str, cfg: Any) -> float | None:
         return None
     run_folder = Path(HydraConfig.get().runtime.output_dir)
     if command == "submit":
-        submit(cfg, run_folder)
+        submit(cfg, run_folder, dry_run)
         return None
     check_launcher(cfg, "local")
     profiler = trace_profiler(cfg, run_folder) if cfg.profile else None
@@ -232,8 +214,8 @@ def run_command(command: str, cfg: Any) -> float | None:
     data = make_object(cfg, "data")
     if module is None:
         raise ConfigError("model is empty: set it, such as model=gpt or model=custom model._target_=my_module.MyClass")
-    _put_checkpoints_in(run_folder, trainer)
-    with _ranks_end_with_us():
+    show = rank_zero_only(print)
+    try:
         # Lightning refuses it for ranks that are spawned or forked, which return no predictions
         options = {"return_predictions": True} if command == "predict" else {}
         results = getattr(trainer, command)(module, data, ckpt_path=cfg.ckpt_path, **options)
@@ -245,9 +227,15 @@ def run_command(command: str, cfg: Any) -> float | None:
             print(f"predictions: {path}", flush=True)
         if command == "fit":  # Lightning prints the metrics of the other commands
             metrics = (f"{name} {float(value):.4g}" for name, value in trainer.callback_metrics.items())
-            rank_zero_only(print)(", ".join(metrics), flush=True)
-        rank_zero_only(print)(f"run folder: {run_folder}", flush=True)
-    return _optimized(cfg.optimized_metric, trainer)
+            show(", ".join(metrics), flush=True)
+        show(f"run folder: {run_folder}", flush=True)
+    except BaseException:
+        end_session(failed=True)
+        raise
+    if cause := end_session():  # the next job of a sweep starts clean
+        raise RuntimeError(f"The run is done on rank 0, but {cause}.")
+    metric = trainer.callback_metrics.get(cfg.optimized_metric)
+    return None if metric is None else float(metric)
 
 
 def trace_profiler(cfg: Any, run_folder: Path) -> Any:
@@ -263,18 +251,7 @@ def trace_profiler(cfg: Any, run_folder: Path) -> Any:
     return PyTorchProfiler(dirpath=run_folder, filename="trace", schedule=schedule)
 
 
-def _optimized(name: str | None, trainer: Any) -> float | None:
-    from lightning_zero.app.hydra_config import ConfigError
-
-    if name is None:
-        return None
-    if name not in trainer.callback_metrics:
-        known = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
-        raise ConfigError(f"optimized_metric={name!r}: the module has not logged it; it has logged {known}.")
-    return float(trainer.callback_metrics[name])
-
-
-def submit(cfg: Any, run_folder: Path) -> None:
+def submit(cfg: Any, run_folder: Path, dry_run: bool) -> None:
     """Writes ``job.sbatch`` into the run folder, which the job will use as well, and submits it to SLURM."""
     from hydra.core.hydra_config import HydraConfig
 
@@ -284,14 +261,9 @@ def submit(cfg: Any, run_folder: Path) -> None:
     job = make_slurm_job(cfg)
     make_strategy(**cfg.strategy)  # finds mistakes now, not after hours in a queue
     given = [item for item in HydraConfig.get().overrides.task if not item.lstrip("+~").startswith("launcher")]
-    of_launcher = {
-        "trainer.devices": "launcher.gpus_per_node" if job.gpus_per_node else "launcher.tasks_per_node",
-        "trainer.num_nodes": "launcher.nodes",
-    }
-    for item in given:
-        name, _, value = item.lstrip("+").partition("=")
-        if name in of_launcher:
-            raise ConfigError(f"{item}: the launcher sets {name}; remove it and write {of_launcher[name]}={value}.")
+    if twice := [item for item in given if item.lstrip("+").startswith(("trainer.devices=", "trainer.num_nodes="))]:
+        instead = "launcher.gpus_per_node (or tasks_per_node) and launcher.nodes"
+        raise ConfigError(f"{', '.join(twice)}: the launcher sets these; use {instead}.")
     if job.gpus_per_node and not any(item.startswith("trainer=") for item in given):
         given.append("trainer=gpu")
     given += [f"trainer.devices={job.devices}", f"trainer.num_nodes={job.nodes}"]
@@ -302,7 +274,7 @@ def submit(cfg: Any, run_folder: Path) -> None:
     path.write_text(job.script(command, run_folder, start), encoding="utf-8")
     (run_folder / "ranks").mkdir(exist_ok=True)
     print(f"batch script: {path}", flush=True)
-    if _DRY_RUN in os.environ:
+    if dry_run:
         return
     try:
         done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True, check=False, cwd=start)
@@ -313,52 +285,7 @@ def submit(cfg: Any, run_folder: Path) -> None:
     print(done.stdout.strip(), flush=True)
 
 
-def _put_checkpoints_in(run_folder: Path, trainer: Any) -> None:
-    for callback in trainer.checkpoint_callbacks:
-        if getattr(callback, "dirpath", "") is None:
-            callback.dirpath = str(run_folder / "checkpoints")
-
-
-# -- the end of a run ------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _ranks_end_with_us() -> Iterator[None]:
-    """Ends the ranks that this job has started, so that the next job of a sweep starts clean."""
-    from lightning_zero.launch.launcher import end_session
-
-    try:
-        yield
-    except BaseException:
-        end_session(failed=True)
-        raise
-    if cause := end_session():
-        raise RuntimeError(f"The run is done on rank 0, but {cause}.")
-
-
 # -- errors ----------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _user_errors_in_one_line() -> Iterator[None]:
-    """Prints errors that the user can repair on the command line as one message with status 2; other errors keep their
-    traceback."""
-    from hydra.errors import HydraException
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-    from omegaconf.errors import OmegaConfBaseException
-
-    from lightning_zero.app.hydra_config import ConfigError
-
-    try:
-        yield
-    except (HydraException, OmegaConfBaseException, ConfigError) as error:
-        _exit_with(_explain(error))
-    except MisconfigurationException as error:
-        _exit_with(str(error))
-    except (CheckpointError, FileNotFoundError) as error:
-        if not (isinstance(error, CheckpointError) or str(error).startswith("Checkpoint file not found")):
-            raise
-        _exit_with(str(error), 1)
 
 
 def _exit_with(message: str, status: int = 2) -> NoReturn:
@@ -374,6 +301,6 @@ def _explain(error: BaseException) -> str:
     lines, cause, hint = str(error).splitlines(), error.__cause__, meant(error)
     if cause is not None and str(cause) not in str(error):
         lines += str(cause).splitlines()
-    # The schemas are closed, so Hydra's advice to append a key with + does not work; our hint names the right key.
-    unwanted = r"\s*(full_key|object_type|reference_type" + ("|To append to your config use)" if hint else ")")
+    # Hydra's advice to append a key with + does not work for a mistyped setting; our hint names the right key.
+    unwanted = r"\s*(object_type|reference_type" + ("|To append to your config use)" if hint else ")")
     return "\n".join([*(line for line in lines if not re.match(unwanted, line)), *([hint] if hint else [])])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from lightning_zero.app.hydra_config import ConfigError, make_object, make_plan_config, make_zero_config, to_plain
+from lightning_zero.app.hydra_config import ConfigError, as_config_error, make_object, make_zero_config, to_plain
 from lightning_zero.config import PlanConfig, ZeroConfig
 from lightning_zero.host import available_host_bytes
 from lightning_zero.planner import GIB, Plan, device_memory_bytes, first_batch, plan
@@ -23,7 +23,8 @@ from lightning_zero.planner import GIB, Plan, device_memory_bytes, first_batch, 
 
 def run_plan(cfg: DictConfig) -> Plan:
     """Makes the plan of the run that ``cfg`` describes, and shows it in the forms that ``cfg.plan`` sets."""
-    config = make_plan_config(cfg)
+    with as_config_error():
+        config = PlanConfig(**to_plain(cfg.plan))
     trainer = to_plain(cfg.trainer) or {}
     device = _device(trainer)
     devices = num_devices(trainer.get("devices"), device)
@@ -45,21 +46,13 @@ def run_plan(cfg: DictConfig) -> Plan:
             max_steps=max(int(trainer.get("max_steps") or 0), 0) or 1000,
             config=_zero_config(cfg),
         )
-        _show(made, config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return made
-
-
-def _show(made: Plan, config: PlanConfig) -> None:
-    if config.json == "-":
-        print(json.dumps(dataclasses.asdict(made), indent=2), flush=True)
-    else:
-        print(made, flush=True)
+    text = json.dumps(dataclasses.asdict(made), indent=2)
     if config.json not in (None, "-"):
-        Path(config.json).write_text(json.dumps(dataclasses.asdict(made), indent=2), encoding="utf-8")
-    if config.plot is not None:
-        made.plot(config.plot)
+        Path(config.json).write_text(text, encoding="utf-8")
+    print(text if config.json == "-" else made, flush=True)
+    return made
 
 
 def num_devices(value: Any, device: str) -> int:

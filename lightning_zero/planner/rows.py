@@ -1,11 +1,9 @@
-"""The plan: one row for each stage and offload, as text and as a chart."""
+"""The plan: one row for each stage and offload, as text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-from lightning_zero.planner.memory import KINDS
 
 GIB = 2**30
 
@@ -129,29 +127,3 @@ class Plan:
         ]
         foot += [f"note: {note}." for note in self.notes]
         return "\n".join([*head, *aligned(rows), *foot, "", f"take {self.reason}" if self.choice else self.reason])
-
-    def plot(self, path: str) -> None:
-        """Writes the plan as a bar chart (PNG); needs matplotlib (``pip install lightning-zero[plot]``)."""
-        try:
-            import matplotlib  # optional: pip install lightning-zero[plot]
-        except ImportError as error:
-            raise ValueError(f"plan.plot={path!r} needs matplotlib: pip install 'lightning-zero[plot]'.") from error
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        names = [row.label for row in self.rows]
-        figure, axes = pyplot.subplots(figsize=(9.0, 1.5 + 0.25 * len(names)), layout="constrained")
-        left = [0.0] * len(names)
-        for kind in KINDS:
-            sizes = [row.at_peak[kind] / GIB for row in self.rows]
-            axes.barh(names, sizes, left=left, label=kind)
-            left = [start + size for start, size in zip(left, sizes, strict=True)]
-        if self.usable_bytes is not None:
-            axes.axvline(self.usable_bytes / GIB, color="black", linestyle=":", label="usable")
-        axes.bar_label(axes.containers[-1], [f" {gib(end * GIB)}" for end in left], fontsize=7)
-        axes.invert_yaxis()
-        axes.set_xlabel("GiB per rank at the peak of a step; ckpt: activations recomputed")
-        axes.set_title(f"{self.module}, {self.world_size} rank(s): {self.choice or 'nothing fits'}")
-        figure.legend(fontsize="small", loc="outside lower center", ncols=4)
-        figure.savefig(path, format="png", dpi=120)
-        pyplot.close(figure)

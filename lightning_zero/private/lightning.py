@@ -68,7 +68,6 @@ TORCHMETRICS = Library("torchmetrics", ">=1.4,<1.10", {"torchmetrics:Metric": "_
 with importing(LIGHTNING):
     from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
     from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
-    from lightning.pytorch.loops.loop import _Loop
     from lightning.pytorch.overrides.distributed import _sync_module_states as sync_module_states  # as DDP begins
     from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalStateSnapshot
     from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import subprocess
-from types import SimpleNamespace
 
 from tests.system.commands import SMALL, run
 from tests.system.test_readme import MY_PACKAGE
@@ -27,22 +25,7 @@ def test_a_module_in_the_working_folder_is_found_in_every_rank(tmp_path):
         cwd=tmp_path,
     )
     assert done.returncode == 0
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["ranks"] == 2
-
-
-def test_switches_of_the_trainer_leave_out_what_they_switch_off(tmp_path):
-    """The default callbacks hold a progress bar and checkpoints; beside the switches Lightning refuses them. The last
-    metrics are there without a logger, too."""
-    switches = "trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false", "trainer.logger=false"
-    callbacks = "callbacks=[default,rich_bar,best_checkpoint,lr_monitor]"
-    done = run("fit", callbacks, *switches, *SMALL, "hydra.run.dir=run", fork="all", cwd=tmp_path)
-    assert done.returncode == 0
-    for switch in switches:
-        assert done.stdout.count(f"{switch}: dropped ") == 1
-    folder = tmp_path / "run"
-    assert json.loads((folder / "result.json").read_text())["metrics"]["loss"] > 0
-    assert not list(folder.rglob("*.ckpt"))
-    assert not list(folder.rglob("metrics.csv"))
+    assert (tmp_path / "run" / "ranks" / "rank1.log").is_file()
 
 
 def test_callbacks_loggers_name_and_tags(tmp_path):
@@ -71,10 +54,11 @@ def test_a_project_made_by_init_passes_its_own_test(tmp_path, monkeypatch):
     assert again.returncode == 2
     assert "give another folder" in again.stdout
 
-    def without_imports(command, *, check, cwd, timeout):
-        assert check
-        assert run(*command[1:], fork="all", cwd=cwd).returncode == 0
+    def without_imports(command, *, check, cwd, **options):
+        done = run(*command[1:], fork="all", cwd=cwd)
+        assert done.returncode == 0 or not check
+        return done
 
     test = runpy.run_path(str(folder / "test_project.py"))["test_zero3_on_two_processes_is_ddp_on_two"]
-    monkeypatch.setitem(test.__globals__, "subprocess", SimpleNamespace(run=without_imports))
+    monkeypatch.setattr(subprocess, "run", without_imports)
     test(tmp_path)

