@@ -25,7 +25,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -110,8 +110,6 @@ class PopenLauncher(SubprocessScriptLauncher):
         _refuse_after_failure()
         check_world(self.cluster_environment, self.num_processes, self.num_nodes)
         args, kwargs = _continued(function, args, kwargs, trainer)
-        if failure.ERROR_FILE in os.environ or self._starts_ranks:
-            failure.report_errors()
         try:
             self._find_ranks()
             return function(*args, **kwargs)
@@ -133,7 +131,7 @@ class PopenLauncher(SubprocessScriptLauncher):
             start_session(
                 *(self.cluster_environment, self.num_processes, self.num_nodes, self._log_folder, program_arguments)
             )
-        elif error_file := os.environ.get(failure.ERROR_FILE):
+        elif error_file := os.environ.get(supervisor.ERROR_FILE):
             if dist.is_initialized() and dist.get_world_size() == 1:
                 _drop_process_group()
             failure.note_scratch(error_file)
@@ -143,33 +141,26 @@ class PopenLauncher(SubprocessScriptLauncher):
 
     def _end_after(self, error: BaseException, trainer: Any) -> None:
         """Handles ``error``, which a run of several ranks has raised; see :mod:`~lightning_zero.launch.failure`."""
-        session = current()
-        if session is None and self._starts_ranks:
-            failure.note(error, "the run did not begin")
-            return
-        if error_file := session.error_file if session is not None else os.environ.get(failure.ERROR_FILE):
+        session, error_file = current(), os.environ.get(supervisor.ERROR_FILE)
+        if failure.is_preempted(error) or (session is None and self._starts_ranks):
+            return  # the ranks end by themselves, or have not started
+        if session is not None:
+            error_file = session.error_file
+        if error_file:
             failure.write(error, error_file)  # first of all: its time says which rank failed first
-        if failure.is_agreed(error):  # the ranks end by themselves
-            return
         self._leave_run(error, trainer)
-        if session is None:
-            failure.end_soon()
-            failure.note(error, "this rank failed with")
-            return
-        session.log(failure.full(error))
-        if cause := end_session(failed=True):
-            failure.note(error, f"rank {session.first_rank} has ended after that", is_effect=True)
-            if hasattr(error, "add_note"):
+        if session is not None:
+            session.log(failure.full(error))
+            if (cause := end_session(failed=True)) and hasattr(error, "add_note"):
                 error.add_note(f"lightning_zero: {cause} before this.")
-        else:
-            failure.note(error, f"rank {session.first_rank} failed with")
+        elif os.environ.get(supervisor.RANK_LOG) == "":
+            sys.excepthook = _show_nothing  # the supervisor shows the error on the terminal
 
     def _leave_run(self, error: BaseException, trainer: Any) -> None:
         """Makes this rank wait for no other, because the others may be anywhere."""
         global refusal
         if trainer is not None:
-            why = "after an error of one rank the others cannot take part in a save"
-            failure.skip_saves(trainer, why, tells=self._strategy.is_global_zero)
+            failure.skip_saves(trainer, "after an error of one rank the others cannot take part in a save")
         if current() is not None or (dist.is_initialized() and dist.get_world_size() == self._strategy.world_size):
             refusal = hydra_output_dir(), failure.summary(error)
         if self._strategy.queues_collectives:
@@ -179,6 +170,10 @@ class PopenLauncher(SubprocessScriptLauncher):
 
     def kill(self, signum: int) -> None:
         """Does nothing: the supervisor ends the other ranks, and signals of this rank are not forwarded to them."""
+
+
+def _show_nothing(*error: Any) -> None:
+    """Replaces ``sys.excepthook``."""
 
 
 def _continued(function: Callable[..., Any], args: Any, kwargs: Any, trainer: Any) -> tuple[Any, Any]:
@@ -208,13 +203,11 @@ def _refuse_after_failure() -> None:
         RuntimeError: With the cause of the earlier failure.
     """
     if refusal is not None and refusal[0] == hydra_output_dir():
-        error = RuntimeError(
+        raise RuntimeError(
             f"this script cannot start another run after one of several ranks that failed ({refusal[1]}): the ranks may"
             " have diverged. Repair the cause and start the script again, or use ZeroStrategy(start_method='spawn'),"
             " with which each run starts its own ranks."
         )
-        failure.note(error, "this run did not begin")
-        raise error
 
 
 def destroy_process_group() -> None:
@@ -245,17 +238,15 @@ class ProcessesLauncher(MultiProcessingLauncher):
     ranks within seconds when one fails.
     """
 
-    _skipped: Sequence[Callable[[], None]] = ()
-    """Undo the replacement of saves after a run that failed."""
+    _skipped = contextlib.ExitStack()
+    """Undoes the replacement of saves after a run that failed."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         strategy, environment = self.strategy, self.strategy.cluster_environment
         check_world(environment, strategy.num_processes, getattr(strategy, "num_nodes", 1))
         if environment.creates_processes_externally:
             return function(*args, **kwargs)
-        for save_again in self._skipped:
-            save_again()
-        self._skipped = []
+        self._skipped.close()
         self.refuse_second_fit(trainer)
         before = dict(os.environ)
         self.folder = tempfile.mkdtemp(prefix="lightning_zero-")

@@ -8,9 +8,8 @@ code runs.
 
 Which rank failed first? A rank that raises writes its error and the time into a file at once, before other ranks can
 notice (:func:`lightning_zero.launch.failure.write`). A rank that crashed leaves no file; it counts from
-:data:`NOTICE_SECONDS` before the supervisor has noticed. A rank that was killed by SIGKILL or is stopped comes first:
-no error of another rank has that effect. The earliest counts (:meth:`Supervisor._first_failure`), once, at the end of
-the run.
+:data:`NOTICE_SECONDS` before the supervisor has noticed. A rank that was killed by SIGKILL comes first: no error of
+another rank has that effect. The earliest counts (:meth:`Supervisor._first_failure`), once, at the end of the run.
 
     argument          the plan, as JSON: ``command``, ``cwd``, ``env`` (in addition to this process's), ``stdout`` (a
                       file descriptor for ranks without a log), ``folder`` (the session's, removed at the end),
@@ -35,7 +34,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 ERROR_FILE = "LIGHTNING_ZERO_ERROR_FILE"
@@ -46,7 +45,9 @@ PREEMPTED_EXIT_CODE = 143
 """128 + SIGTERM: the rank was asked to end, and did so after saving."""
 POLL_SECONDS = 0.05
 NOTICE_SECONDS = 0.5
-LOG_TAIL_BYTES = 6000
+ALONE_SECONDS = 5.0
+"""Seconds from an error of a rank until it is killed. A script that has caught the error would otherwise continue, and
+the other ranks would wait for this one in their next collective."""
 
 
 class State(enum.Enum):
@@ -76,7 +77,6 @@ TABLE = (
 SECONDS = {S.ALARMED: 8.0, S.FINISHING: 60.0, S.ENDING: 3.0}
 """Seconds until "time over" in a state, in ``ENDING`` none after a Ctrl-C. Other states have no limit."""
 KILLED = "was killed by SIGKILL, probably out of memory"
-STOPPED = "does not respond, because it is stopped (SIGSTOP)"
 
 
 class Failure(NamedTuple):
@@ -86,9 +86,7 @@ class Failure(NamedTuple):
     rank: int
     what: str
     text: str = ""
-    """The traceback, or the end of the log."""
-    place: Sequence[str] = ()
-    """The error's type, and the lines of code from which it was raised."""
+    """The traceback."""
 
 
 class Supervisor:
@@ -140,6 +138,8 @@ class Supervisor:
         for rank, process in self.ranks.items():
             if process.poll() is not None:
                 self.noticed.setdefault(rank, time.time())
+            elif (error := self._read(rank)) and time.time() - error["at"] > ALONE_SECONDS:
+                process.kill()
         if any(self._has_failed(rank) for rank in self.noticed):
             yield "rank failed"
         if os.getppid() != self.plan["pid"]:
@@ -179,38 +179,32 @@ class Supervisor:
             _tell(f"{self.cause}.")
         if kills_rank0:
             why = "was asked to end, but did not" if _presses else "did not react to that"
-            _tell(f"{self._named(self.rank0)} {STOPPED if _is_stopped(self.plan['pid']) else why}: ending it.")
+            _tell(f"{self._named(self.rank0)} {why}: ending it.")
             os.kill(self.plan["pid"], signal.SIGKILL)
             self._has_killed_rank0 = True
 
     def _first_failure(self) -> Failure | None:
-        """Returns the failure that came first, or rank 0's, if rank 0 has raised the same error at the same place."""
+        """Returns the failure that came first, or rank 0's, if rank 0 has raised the same error."""
         found = [failure for rank in (self.rank0, *self.ranks) if (failure := self._failure_of(rank))]
         if not found:
             return None
         first = min(found)
-        return next((own for own in found if own.rank == self.rank0 and own.place == first.place), first)
+        return next((own for own in found if own.rank == self.rank0 and own.what == first.what), first)
 
     def _failure_of(self, rank: int) -> Failure | None:
         if error := self._read(rank):
-            said = Failure(error["at"], rank, f"failed: {error['summary']}", error["traceback"], error["place"])
-            return None if error["agreed"] else said
-        if rank == self.rank0:
-            return None
-        if rank not in self.noticed and _is_stopped(self.ranks[rank].pid):
-            return Failure(0.0, rank, STOPPED)
-        if not self._has_failed(rank):
+            return Failure(error["at"], rank, f"failed: {error['summary']}", error["traceback"])
+        if rank == self.rank0 or not self._has_failed(rank):
             return None
         code = self.ranks[rank].returncode
         if code == -signal.SIGKILL:
-            return Failure(0.0, rank, KILLED, _tail(self.logs[rank]))
+            return Failure(0.0, rank, KILLED)
         what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-        return Failure(self.noticed[rank] - NOTICE_SECONDS, rank, what, _tail(self.logs[rank]))
+        return Failure(self.noticed[rank] - NOTICE_SECONDS, rank, what)
 
     def _has_failed(self, rank: int) -> bool:
-        """Returns whether ``rank`` has ended in an error that the ranks have not agreed to raise."""
-        code = self.ranks[rank].returncode
-        return code not in (None, 0, PREEMPTED_EXIT_CODE) and not (self._read(rank) or {}).get("agreed")
+        """Returns whether ``rank`` has ended in an error."""
+        return self.ranks[rank].returncode not in (None, 0, PREEMPTED_EXIT_CODE)
 
     def _read(self, rank: int) -> dict[str, Any] | None:
         """Returns what ``rank`` has written about its error."""
@@ -269,23 +263,6 @@ def _send(line: str) -> None:
 def _tell(text: str) -> None:
     with contextlib.suppress(OSError):
         os.write(2, f"lightning_zero: {text}\n".encode(errors="replace"))
-
-
-def _tail(path: str) -> str:
-    try:
-        with open(path, "rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_TAIL_BYTES))
-            return log.read().decode(errors="replace")
-    except OSError:  # the rank has no log
-        return ""
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as line:
-            return line.read().rsplit(")", 1)[1].split()[0] == "T"
-    except (OSError, IndexError):
-        return False
 
 
 def _die_with_parent() -> None:
