@@ -35,7 +35,6 @@ from lightning_zero.app.check_ranks import ON_PURPOSE, PARTS, Job, command
 from lightning_zero.app.doctor import accelerators, hardware, versions
 from lightning_zero.config import ZeroConfig
 from lightning_zero.launch import rendezvous
-from lightning_zero.launch.environment import check_world, ranks_started
 from lightning_zero.planner.study import precision_name
 
 PASS, FAIL, NOT_HERE = "pass", "FAIL", "not on this machine"
@@ -206,9 +205,9 @@ def _ranks(environment: Any, asked: int | None, on_gpu: bool) -> tuple[int, int]
         if found < 1 or found > (gpus or found):
             raise ValueError(f"devices={found}: use 1 to {gpus}." if gpus else f"devices={found}: use 1 or more.")
         return found, 1
-    found, here = ranks_started(environment)
-    here = asked or here
-    check_world(environment, here, found // here)
+    found = environment.world_size()
+    here = asked or int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", found)))
+    environment.validate_settings(num_devices=here, num_nodes=found // here)
     return here, found // here
 
 

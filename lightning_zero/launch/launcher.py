@@ -1,7 +1,7 @@
 """Starts and ends the ranks of a run.
 
 [Ways of starting]
-- *outside*: torchrun, srun or mpirun has started every rank. Their number must agree with ``devices`` and
+- *outside*: torchrun, srun or mpirun has started every rank. Lightning compares their number with ``devices`` and
   ``num_nodes``.
 - *popen*: all ranks of a machine but its first execute the program again. Under Hydra they do not parse the command
   line, which may contain a sweep. They get the overrides of the job that rank 0 runs. A
@@ -40,7 +40,6 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_zero.comm.agree import forget_shared
 from lightning_zero.host import allow_open_files, files_of_a_run, interface_to
 from lightning_zero.launch import failure, rendezvous, restart, supervisor
-from lightning_zero.launch.environment import check_world
 from lightning_zero.launch.session import (
     current,
     end_session,
@@ -65,6 +64,8 @@ from lightning_zero.private.torch import abort_process_groups, forget_meshes
 
 program_arguments: list[str] = []
 """The command-line arguments that come before Hydra's own, if this program has any."""
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""The number of ranks, as set by mpirun: the first by Open MPI, the second by MPICH and Intel MPI."""
 
 
 def choose_start_method(method: str, num_processes: int) -> str:
@@ -81,6 +82,21 @@ def choose_start_method(method: str, num_processes: int) -> str:
     if not getattr(program, "__file__", None):  # python -c, or a program from a pipe
         return "fork"
     return "popen"
+
+
+def check_started(environment: Any, devices: int, num_nodes: int) -> None:
+    """Checks the number of ranks that another launcher has started.
+
+    Raises:
+        ValueError: The number is not ``devices * num_nodes``, or each rank of mpirun would start all ranks of a run.
+    """
+    if environment.creates_processes_externally:
+        environment.validate_settings(num_devices=devices, num_nodes=num_nodes)
+    elif (by_mpirun := max(int(os.environ.get(name, "1")) for name in _MPI_SIZES)) > 1:
+        raise ValueError(
+            f"mpirun started {by_mpirun} ranks, which Lightning cannot see without mpi4py: pip install mpi4py, or start"
+            " the ranks with torchrun."
+        )
 
 
 # -- popen -----------------------------------------------------------------------------------------------------------
@@ -108,7 +124,7 @@ class PopenLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         _end_session_of_an_earlier_job()
         _refuse_after_failure()
-        check_world(self.cluster_environment, self.num_processes, self.num_nodes)
+        check_started(self.cluster_environment, self.num_processes, self.num_nodes)
         args, kwargs = _continued(function, args, kwargs, trainer)
         try:
             self._find_ranks()
@@ -243,7 +259,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         strategy, environment = self.strategy, self.strategy.cluster_environment
-        check_world(environment, strategy.num_processes, getattr(strategy, "num_nodes", 1))
+        check_started(environment, strategy.num_processes, getattr(strategy, "num_nodes", 1))
         if environment.creates_processes_externally:
             return function(*args, **kwargs)
         self._skipped.close()
