@@ -17,7 +17,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -82,11 +81,10 @@ class StepSync(Callback):
 
     # -- beginning and end ---------------------------------------------------------------------------------------
 
-    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
-        self._begin(trainer)
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._begin(trainer)
+
+    on_sanity_check_start = on_train_start
 
     def _begin(self, trainer: Any) -> None:
         if self._loop is not None:
@@ -106,10 +104,6 @@ class StepSync(Callback):
             limit = (timeout_of(self._strategy) or timedelta(minutes=30)).total_seconds()
             self._agreement = run_agreement() or shared_agreement(limit)
             self._peer_memory = getattr(getattr(self._strategy, "engine", None), "peer_memory", None)
-        is_main_thread = threading.current_thread() is threading.main_thread()
-        if is_main_thread and _slurm_job() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-            # Lightning has not registered it
-            self.undo.callback(signal.signal, signal.SIGUSR1, signal.signal(signal.SIGUSR1, self.on_signal))
 
     def on_signal(self, number: int, frame: Any) -> None:
         """Handles SIGTERM and SIGUSR1."""
@@ -144,21 +138,14 @@ class StepSync(Callback):
         self.recv()
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._wait_for_longer_loops()
-
-    def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._wait_for_longer_loops()
-
-    def on_predict_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._wait_for_longer_loops()
-
-    def _wait_for_longer_loops(self) -> None:
         """Serves ranks that have more batches, whose forwards need this rank's shards.
 
         It must happen before user code or a metric waits for those ranks.
         """
         if (engine := getattr(self._strategy, "engine", None)) is not None:
             engine.end_window()
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         self._send(4, trainer.fit_loop.epoch_loop.batch_idx + 1)
