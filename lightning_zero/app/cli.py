@@ -174,7 +174,7 @@ def _init(arguments: argparse.Namespace) -> None:
 def _run_hydra(command: str, arguments: list[str]) -> None:
     import hydra  # takes half a second, which the tools do not need
 
-    from lightning_zero.launch import launcher
+    from lightning_zero.launch import session
 
     typed, fell_back = sys.argv, "HYDRA_FULL_ERROR" not in os.environ
 
@@ -186,7 +186,7 @@ def _run_hydra(command: str, arguments: list[str]) -> None:
         arguments = [item for item in arguments if item != "--dry-run"]
         os.environ[_DRY_RUN] = "1"  # an environment variable also reaches the jobs of a sweep
     sys.argv = [typed[0], *arguments]
-    launcher.program_arguments = [command]  # the launcher puts it before Hydra's arguments
+    session.program_arguments = [command]  # the other ranks get it before Hydra's arguments
     # Without this Hydra prints a shortened traceback and exits; with it Hydra raises, and we print the message.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:

@@ -22,7 +22,7 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
+from lightning_zero.launch.supervisor import ERROR_FILE, PREEMPTED_EXIT_CODE
 from lightning_zero.private.lightning import set_on_instance
 
 
@@ -34,18 +34,21 @@ def is_preempted(error: BaseException) -> bool:
 # -- for the supervisor ------------------------------------------------------------------------------------------------
 
 
-def write(error: BaseException, path: str) -> None:
-    """Writes ``error`` and the current time into the file ``path``, which the supervisor reads."""
+def write(error: BaseException) -> None:
+    """Writes ``error`` and the current time into this rank's file, which the supervisor reads, if there is one."""
+    if (path := os.environ.get(ERROR_FILE)) is None:
+        return
     said = {"at": time.time(), "summary": summary(error), "traceback": full(error)}
     with suppress(OSError):
         Path(f"{path}.new").write_text(json.dumps(said), encoding="utf-8")
         os.replace(f"{path}.new", path)  # atomic: the supervisor never reads a part of the file
 
 
-def note_scratch(error_file: str) -> None:
+def note_scratch() -> None:
     """Tells the supervisor where this rank's data loader workers have their sockets. It removes them after a kill."""
-    with suppress(OSError):
-        os.symlink(get_temp_dir(), f"{error_file}.scratch")
+    if path := os.environ.get(ERROR_FILE):
+        with suppress(OSError):
+            os.symlink(get_temp_dir(), f"{path}.scratch")
 
 
 # -- saves -------------------------------------------------------------------------------------------------------------

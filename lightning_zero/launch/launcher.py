@@ -62,8 +62,6 @@ from lightning_zero.private.lightning import (
 )
 from lightning_zero.private.torch import abort_process_groups, forget_meshes
 
-program_arguments: list[str] = []
-"""The command-line arguments that come before Hydra's own, if this program has any."""
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """The number of ranks, as set by mpirun: the first by Open MPI, the second by MPICH and Intel MPI."""
 
@@ -144,26 +142,20 @@ class PopenLauncher(SubprocessScriptLauncher):
         """Starts the other ranks of this machine unless they exist."""
         if self._starts_ranks and current() is None:
             _drop_process_group()
-            start_session(
-                *(self.cluster_environment, self.num_processes, self.num_nodes, self._log_folder, program_arguments)
-            )
-        elif error_file := os.environ.get(supervisor.ERROR_FILE):
-            if dist.is_initialized() and dist.get_world_size() == 1:
-                _drop_process_group()
-            failure.note_scratch(error_file)
+            start_session(self.cluster_environment, self.num_processes, self.num_nodes, self._log_folder)
+        elif supervisor.ERROR_FILE in os.environ and dist.is_initialized() and dist.get_world_size() == 1:
+            _drop_process_group()
+        failure.note_scratch()
         set_num_threads_if_needed(num_processes=self.num_processes)
         atexit.unregister(destroy_process_group)
         atexit.register(destroy_process_group)
 
     def _end_after(self, error: BaseException, trainer: Any) -> None:
         """Handles ``error``, which a run of several ranks has raised; see :mod:`~lightning_zero.launch.failure`."""
-        session, error_file = current(), os.environ.get(supervisor.ERROR_FILE)
+        session = current()
         if failure.is_preempted(error) or (session is None and self._starts_ranks):
             return  # the ranks end by themselves, or have not started
-        if session is not None:
-            error_file = session.error_file
-        if error_file:
-            failure.write(error, error_file)  # first of all: its time says which rank failed first
+        failure.write(error)  # first of all: its time says which rank failed first
         self._leave_run(error, trainer)
         if session is not None:
             session.log(failure.full(error))
@@ -175,8 +167,7 @@ class PopenLauncher(SubprocessScriptLauncher):
     def _leave_run(self, error: BaseException, trainer: Any) -> None:
         """Makes this rank wait for no other, because the others may be anywhere."""
         global refusal
-        if trainer is not None:
-            failure.skip_saves(trainer, "after an error of one rank the others cannot take part in a save")
+        failure.skip_saves(trainer, "after an error of one rank the others cannot take part in a save")
         if current() is not None or (dist.is_initialized() and dist.get_world_size() == self._strategy.world_size):
             refusal = hydra_output_dir(), failure.summary(error)
         if self._strategy.queues_collectives:
@@ -194,7 +185,7 @@ def _show_nothing(*error: Any) -> None:
 
 def _continued(function: Callable[..., Any], args: Any, kwargs: Any, trainer: Any) -> tuple[Any, Any]:
     """Adds the newest checkpoint to the arguments of a fit that its batch system has started again."""
-    if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+    if trainer.state.fn != TrainerFn.FITTING:
         return args, kwargs
     bound = inspect.signature(function).bind(*args, **kwargs)
     if "ckpt_path" in inspect.signature(function).parameters and (path := restart.find()):
@@ -270,16 +261,12 @@ class ProcessesLauncher(MultiProcessingLauncher):
             os.environ["MASTER_PORT"] = str(environment.main_port)
             self._run_ranks(trainer, function, args, kwargs)
             found = torch.load(os.path.join(self.folder, _RESULTS), map_location="cpu", weights_only=False)
-            if trainer is None:
-                return found
             results = self.recover(found, trainer)
             if trainer.lightning_module is not None:  # the run attached the Trainer to the ranks' copies only
                 trainer.lightning_module.trainer = trainer
             return results
         except BaseException:
-            if trainer is not None:
-                why = "the processes that held the state of the training have ended"
-                self._skipped = failure.skip_saves(trainer, why)
+            self._skipped = failure.skip_saves(trainer, "the processes that held the state of the training have ended")
             raise
         finally:
             self.kill(signal.SIGKILL)
@@ -363,15 +350,11 @@ def _check_group(world_size: int) -> None:
     Raises:
         RuntimeError: It has another size.
     """
-    found = dist.get_world_size()
-    if found > world_size:
-        raise RuntimeError(f"world size {world_size}, but this process is one of {found} ranks already. {SAME_DEVICES}")
-    if found < world_size:
+    if (found := dist.get_world_size()) != world_size:
         raise RuntimeError(
-            f"the run has {world_size} ranks, but this process is in a process group of {found} already, which your"
-            " code or an earlier Trainer (Lightning's 'ddp' with devices=1) has left: start the run in a new process,"
-            " or first call torch.distributed.destroy_process_group() and remove LOCAL_RANK from os.environ, which"
-            " marks this process as one of several."
+            f"the run has {world_size} ranks, but this process is in a process group of {found} already. {SAME_DEVICES}"
+            " If your code has opened the group, first call torch.distributed.destroy_process_group(). If an earlier"
+            " Trainer (Lightning's 'ddp' with devices=1) has left it, also remove LOCAL_RANK from os.environ."
         )
 
 
@@ -416,9 +399,7 @@ class Launched(DDPStrategy):
             backend = backend_of(self)
             rank_zero_info(f"Initializing distributed: {size} ranks, backend {backend}")
             expected = f"devices={self.num_processes}, num_nodes={self.num_nodes}"
-            is_over = session.lacks_a_rank if (session := current()) is not None else lambda: False
-            at = environment.main_address, environment.main_port
-            store = rendezvous.meet(*at, rank, size, expected, is_over)
+            store = rendezvous.meet(environment.main_address, environment.main_port, rank, size, expected)
             dist.init_process_group(
                 backend,
                 store=store,

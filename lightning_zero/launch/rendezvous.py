@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -30,10 +29,6 @@ _PORT = "lightning_zero/port"
 def start_seconds() -> float:
     """Returns the seconds for which ranks wait for each other at the start."""
     return float(os.environ.get(START_SECONDS, "300"))
-
-
-class RankLost(RuntimeError):
-    """Another rank ended before the run began; the supervisor has shown why."""
 
 
 _stores: dict[tuple[str, int], Any] = {}
@@ -57,20 +52,16 @@ def forget() -> None:
     _stores.clear()
 
 
-def meet(
-    address: str, port: int, rank: int, size: int, expected: str, lacks_a_rank: Callable[[], bool] = lambda: False
-) -> Any:
+def meet(address: str, port: int, rank: int, size: int, expected: str) -> Any:
     """Waits until all ``size`` ranks have connected, and returns the store for a new process group.
 
     Args:
         address, port: Location of the store.
         rank, size: This rank, and the number of ranks.
         expected: The settings that give ``size``, such as ``devices=2, num_nodes=1``.
-        lacks_a_rank: Returns whether this process knows of a rank that has ended.
 
     Raises:
         TimeoutError: Ranks did not connect in time. Rank 0's message names them.
-        RankLost: A rank has ended.
         RuntimeError: Another program uses the port.
     """
     limit = start_seconds()
@@ -84,8 +75,6 @@ def meet(
     store.set(here[rank], "")
     next_word = PATIENCE_SECONDS
     while not store.check(here if rank == 0 else ["begun"]):
-        if lacks_a_rank():
-            raise RankLost("another rank ended before all had connected; its error is shown above.")
         waited = time.monotonic() - began
         if waited > min(next_word, limit):
             missing = [other for other in range(size) if not store.check([here[other]])] if rank == 0 else [0]

@@ -15,7 +15,7 @@ another rank has that effect. The earliest counts (:meth:`Supervisor._first_fail
                       file descriptor for ranks without a log), ``folder`` (the session's, removed at the end),
                       ``rank0`` and ``pid`` (rank 0's numbers), ``logs`` (for each other rank the path, or "")
     rank 0 sends      at its end ``rank 0 done`` or ``rank 0 failed``
-    supervisor sends  an empty line when another rank has failed, and at the end the cause of a failure in one line
+    supervisor sends  at the end the cause of a failure, in one line
 
 The supervisor is in rank 0's process group, so it gets a terminal's Ctrl-C as well. It cannot rely on rank 0 for that:
 Python raises an exception in rank 0's main thread, which may be caught and dropped, and which comes late while C++ code
@@ -107,7 +107,8 @@ class Supervisor:
 
     def start(self) -> None:
         for rank, log in self.logs.items():
-            names = {"LOCAL_RANK": str(rank - self.rank0), ERROR_FILE: self._error_file(rank), RANK_LOG: log}
+            names = {"LOCAL_RANK": str(rank - self.rank0), RANK_LOG: log}
+            names[ERROR_FILE] = error_file(self.plan["folder"], rank)
             out: Any = open(log, "ab") if log else self.plan["stdout"]  # noqa: SIM115
             self.ranks[rank] = subprocess.Popen(
                 self.plan["command"],
@@ -154,8 +155,6 @@ class Supervisor:
             if self.state in states and name == event:
                 before, self.state = self.state, following
                 self._deadline = time.monotonic() + SECONDS.get(following, float("inf"))
-                if following is State.ALARMED:
-                    _send("")
                 if following is State.OVER:
                     self._report(before, event)
                 return
@@ -209,14 +208,11 @@ class Supervisor:
     def _read(self, rank: int) -> dict[str, Any] | None:
         """Returns what ``rank`` has written about its error."""
         try:
-            with open(self._error_file(rank), encoding="utf-8") as file:
+            with open(error_file(self.plan["folder"], rank), encoding="utf-8") as file:
                 error: dict[str, Any] = json.load(file)
         except (OSError, ValueError):
             return None
         return error
-
-    def _error_file(self, rank: int) -> str:
-        return error_file(self.plan["folder"], rank)
 
     def _named(self, rank: int) -> str:
         return f"rank {rank} (process {self.plan['pid'] if rank == self.rank0 else self.ranks[rank].pid})"
@@ -232,9 +228,10 @@ class Supervisor:
         is_rank0_gone = self._has_killed_rank0 or os.getppid() != self.plan["pid"]
         for rank in [*self.ranks, *([self.rank0] if is_rank0_gone else [])]:
             with contextlib.suppress(OSError):  # killed ranks leave the sockets of their data loader workers
-                shutil.rmtree(os.readlink(f"{self._error_file(rank)}.scratch"), ignore_errors=True)
+                shutil.rmtree(os.readlink(f"{error_file(self.plan['folder'], rank)}.scratch"), ignore_errors=True)
         shutil.rmtree(self.plan["folder"], ignore_errors=True)
-        _send(self.cause)
+        with contextlib.suppress(OSError):
+            os.write(1, self.cause.encode(errors="replace"))
 
 
 _presses: list[int] = []
@@ -253,11 +250,6 @@ def _request() -> str:
     if not (sent := os.read(0, 100).decode()):
         time.sleep(POLL_SECONDS)  # at the end of file select returns at once
     return sent
-
-
-def _send(line: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(1, f"{line}\n".encode(errors="replace"))
 
 
 def _tell(text: str) -> None:
