@@ -55,7 +55,6 @@ from lightning_zero.private.lightning import (
     SubprocessScriptLauncher,
     TunerExit,
     backend_of,
-    choose_port_again,
     set_launcher,
     set_num_threads_if_needed,
     timeout_of,
@@ -175,9 +174,6 @@ class PopenLauncher(SubprocessScriptLauncher):
             # collective that other ranks never join.
             _drop_process_group()
 
-    def kill(self, signum: int) -> None:
-        """Does nothing: the supervisor ends the other ranks, and signals of this rank are not forwarded to them."""
-
 
 def _show_nothing(*error: Any) -> None:
     """Replaces ``sys.excepthook``."""
@@ -250,7 +246,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         strategy, environment = self.strategy, self.strategy.cluster_environment
-        check_started(environment, strategy.num_processes, getattr(strategy, "num_nodes", 1))
+        check_started(environment, strategy.num_processes, strategy.num_nodes)
         if environment.creates_processes_externally:
             return function(*args, **kwargs)
         self._skipped.close()
@@ -260,7 +256,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         try:
             os.environ["MASTER_PORT"] = str(environment.main_port)
             self._run_ranks(trainer, function, args, kwargs)
-            found = torch.load(os.path.join(self.folder, _RESULTS), map_location="cpu", weights_only=False)
+            found = torch.load(os.path.join(self.folder, "results"), map_location="cpu", weights_only=False)
             results = self.recover(found, trainer)
             if trainer.lightning_module is not None:  # the run attached the Trainer to the ranks' copies only
                 trainer.lightning_module.trainer = trainer
@@ -273,7 +269,6 @@ class ProcessesLauncher(MultiProcessingLauncher):
             shutil.rmtree(self.folder, ignore_errors=True)
             os.environ.clear()
             os.environ.update(before)
-            choose_port_again(environment)
 
     def _run_ranks(self, *call: Any) -> None:
         if self.start_method == "fork":
@@ -306,13 +301,9 @@ class ProcessesLauncher(MultiProcessingLauncher):
         try:
             found = self.run_rank(index, *call)
             if index == 0:
-                torch.save(found, os.path.join(self.folder, _RESULTS))
+                torch.save(found, os.path.join(self.folder, "results"))
         finally:
             destroy_process_group()  # a group that lives until the interpreter exits may end it in std::terminate
-
-
-_RESULTS = "results"
-"""File name of rank 0's results in the launcher's temporary folder."""
 
 
 def _check_fork() -> None:

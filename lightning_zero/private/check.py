@@ -32,7 +32,7 @@ class Needed:
     """The leading parameters as we pass or receive them, ``"self, trainer"``; further ones must have defaults.
     Parameters after ``*`` are passed by keyword."""
     stores: str = ""
-    """Attributes and variables that its code uses by these names, ``"_main_port _timeout"``. For a class, the code of
+    """Attributes and variables that its code uses by these names, ``"_start_method procs"``. For a class, the code of
     all its methods counts, so attributes of instances are checked without making one."""
     sets: str = ""
     """For a class: attributes that we assign, so a property without a setter does not suffice."""
