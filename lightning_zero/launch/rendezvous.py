@@ -1,4 +1,4 @@
-"""Rendezvous of a run's ranks at a key-value store, which global rank 0 (or torchrun's agent) serves.
+"""Rendezvous of a run's ranks at a key-value store, which global rank 0 serves.
 
 Rank 0 names the ranks that it waits for. The wait ends after :data:`START_SECONDS`, independently of the timeout of
 collectives.
@@ -22,8 +22,10 @@ PATIENCE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _ASKED_PER_SECOND = 20_000
 """Upper bound of requests to a store by all ranks together. On two cores one process makes 55,000 per second."""
-_CONNECT_SECONDS = 2.0
 _PORT = "lightning_zero/port"
+"""Key of the port of rank 0's store in that of torchrun's agent. It may be the port of a rank 0 that has ended, so a
+connection to it is tried for :data:`_CONNECT_SECONDS`, and the key is read again."""
+_CONNECT_SECONDS = 2.0
 
 
 def start_seconds() -> float:
@@ -100,8 +102,7 @@ def _connect(address: str, port: int, rank: int) -> Any:
     """Returns a store of rank 0, in which no earlier ranks have left anything.
 
     torchrun's agent keeps its store across restarts, and no variable identifies the restart on all nodes
-    (TORCHELASTIC_RESTART_COUNT counts the failures that one agent has seen). So rank 0 serves a store of its own, and
-    the agent's holds only the port. Nobody answers at the port of an earlier rank 0.
+    (TORCHELASTIC_RESTART_COUNT counts the failures that one agent has seen). So rank 0 serves a store of its own.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return _open(address, port, serves=rank == 0)
