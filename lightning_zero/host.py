@@ -94,19 +94,14 @@ def in_large_pages(address: int, nbytes: int) -> None:
 
 
 def interface_to(address: str, port: int) -> str | None:
-    """Returns the network interface for connections to ranks on other hosts: the one that ``NCCL_SOCKET_IFNAME`` names,
-    or else the one of the route to ``address``; ``None`` if neither is known."""
-    given = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
+    """Returns the network interface of the route to ``address``; ``None`` if it is not known."""
     try:
         import fcntl  # not on every system
 
-        names = [name for _, name in socket.if_nameindex()]
-        if given in names:  # it may also be a prefix, a list or an exclusion
-            return given
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, port))  # chooses the route, and sends nothing
             own = socket.inet_aton(probe.getsockname()[0])
-            for name in names:
+            for _, name in socket.if_nameindex():
                 with contextlib.suppress(OSError):  # no IPv4 address
                     found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
                     if found[20:24] == own:

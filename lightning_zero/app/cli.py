@@ -156,7 +156,7 @@ def _run_hydra(command: str, arguments: list[str]) -> None:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from omegaconf.errors import OmegaConfBaseException
 
-    from lightning_zero.launch import launcher
+    from lightning_zero.launch import session
 
     dry_run = command == "submit" and "--dry-run" in arguments
 
@@ -165,7 +165,7 @@ def _run_hydra(command: str, arguments: list[str]) -> None:
         return run_command(command, cfg, dry_run)
 
     sys.argv = [sys.argv[0], *(item for item in arguments if not (dry_run and item == "--dry-run"))]
-    launcher.program_arguments = [command]  # the launcher puts it before Hydra's arguments
+    session.program_arguments = [command]  # the other ranks get it before Hydra's arguments
     # Without this Hydra prints a shortened traceback and exits; with it Hydra raises, and we print the message.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:

@@ -1,7 +1,7 @@
 """Starts and ends the ranks of a run.
 
 [Ways of starting]
-- *outside*: torchrun, srun or mpirun has started every rank. Their number must agree with ``devices`` and
+- *outside*: torchrun, srun or mpirun has started every rank. Lightning compares their number with ``devices`` and
   ``num_nodes``.
 - *popen*: all ranks of a machine but its first execute the program again. Under Hydra they do not parse the command
   line, which may contain a sweep. They get the overrides of the job that rank 0 runs. A
@@ -25,7 +25,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -40,7 +40,6 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_zero.comm.agree import forget_shared
 from lightning_zero.host import allow_open_files, files_of_a_run, interface_to
 from lightning_zero.launch import failure, rendezvous, restart, supervisor
-from lightning_zero.launch.environment import check_world
 from lightning_zero.launch.session import (
     current,
     end_session,
@@ -56,15 +55,14 @@ from lightning_zero.private.lightning import (
     SubprocessScriptLauncher,
     TunerExit,
     backend_of,
-    choose_port_again,
     set_launcher,
     set_num_threads_if_needed,
     timeout_of,
 )
 from lightning_zero.private.torch import abort_process_groups, forget_meshes
 
-program_arguments: list[str] = []
-"""The command-line arguments that come before Hydra's own, if this program has any."""
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""The number of ranks, as set by mpirun: the first by Open MPI, the second by MPICH and Intel MPI."""
 
 
 def choose_start_method(method: str, num_processes: int) -> str:
@@ -81,6 +79,21 @@ def choose_start_method(method: str, num_processes: int) -> str:
     if not getattr(program, "__file__", None):  # python -c, or a program from a pipe
         return "fork"
     return "popen"
+
+
+def check_started(environment: Any, devices: int, num_nodes: int) -> None:
+    """Checks the number of ranks that another launcher has started.
+
+    Raises:
+        ValueError: The number is not ``devices * num_nodes``, or each rank of mpirun would start all ranks of a run.
+    """
+    if environment.creates_processes_externally:
+        environment.validate_settings(num_devices=devices, num_nodes=num_nodes)
+    elif (by_mpirun := max(int(os.environ.get(name, "1")) for name in _MPI_SIZES)) > 1:
+        raise ValueError(
+            f"mpirun started {by_mpirun} ranks, which Lightning cannot see without mpi4py: pip install mpi4py, or start"
+            " the ranks with torchrun."
+        )
 
 
 # -- popen -----------------------------------------------------------------------------------------------------------
@@ -108,10 +121,8 @@ class PopenLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         _end_session_of_an_earlier_job()
         _refuse_after_failure()
-        check_world(self.cluster_environment, self.num_processes, self.num_nodes)
+        check_started(self.cluster_environment, self.num_processes, self.num_nodes)
         args, kwargs = _continued(function, args, kwargs, trainer)
-        if failure.ERROR_FILE in os.environ or self._starts_ranks:
-            failure.report_errors()
         try:
             self._find_ranks()
             return function(*args, **kwargs)
@@ -130,13 +141,10 @@ class PopenLauncher(SubprocessScriptLauncher):
         """Starts the other ranks of this machine unless they exist."""
         if self._starts_ranks and current() is None:
             _drop_process_group()
-            start_session(
-                *(self.cluster_environment, self.num_processes, self.num_nodes, self._log_folder, program_arguments)
-            )
-        elif error_file := os.environ.get(failure.ERROR_FILE):
-            if dist.is_initialized() and dist.get_world_size() == 1:
-                _drop_process_group()
-            failure.note_scratch(error_file)
+            start_session(self.cluster_environment, self.num_processes, self.num_nodes, self._log_folder)
+        elif supervisor.ERROR_FILE in os.environ and dist.is_initialized() and dist.get_world_size() == 1:
+            _drop_process_group()
+        failure.note_scratch()
         set_num_threads_if_needed(num_processes=self.num_processes)
         atexit.unregister(destroy_process_group)
         atexit.register(destroy_process_group)
@@ -144,32 +152,21 @@ class PopenLauncher(SubprocessScriptLauncher):
     def _end_after(self, error: BaseException, trainer: Any) -> None:
         """Handles ``error``, which a run of several ranks has raised; see :mod:`~lightning_zero.launch.failure`."""
         session = current()
-        if session is None and self._starts_ranks:
-            failure.note(error, "the run did not begin")
-            return
-        if error_file := session.error_file if session is not None else os.environ.get(failure.ERROR_FILE):
-            failure.write(error, error_file)  # first of all: its time says which rank failed first
-        if failure.is_agreed(error):  # the ranks end by themselves
-            return
+        if failure.is_preempted(error) or (session is None and self._starts_ranks):
+            return  # the ranks end by themselves, or have not started
+        failure.write(error)  # first of all: its time says which rank failed first
         self._leave_run(error, trainer)
-        if session is None:
-            failure.end_soon()
-            failure.note(error, "this rank failed with")
-            return
-        session.log(failure.full(error))
-        if cause := end_session(failed=True):
-            failure.note(error, f"rank {session.first_rank} has ended after that", is_effect=True)
-            if hasattr(error, "add_note"):
+        if session is not None:
+            session.log(failure.full(error))
+            if (cause := end_session(failed=True)) and hasattr(error, "add_note"):
                 error.add_note(f"lightning_zero: {cause} before this.")
-        else:
-            failure.note(error, f"rank {session.first_rank} failed with")
+        elif os.environ.get(supervisor.RANK_LOG) == "":
+            sys.excepthook = _show_nothing  # the supervisor shows the error on the terminal
 
     def _leave_run(self, error: BaseException, trainer: Any) -> None:
         """Makes this rank wait for no other, because the others may be anywhere."""
         global refusal
-        if trainer is not None:
-            why = "after an error of one rank the others cannot take part in a save"
-            failure.skip_saves(trainer, why, tells=self._strategy.is_global_zero)
+        failure.skip_saves(trainer, "after an error of one rank the others cannot take part in a save")
         if current() is not None or (dist.is_initialized() and dist.get_world_size() == self._strategy.world_size):
             refusal = hydra_output_dir(), failure.summary(error)
         if self._strategy.queues_collectives:
@@ -177,13 +174,14 @@ class PopenLauncher(SubprocessScriptLauncher):
             # collective that other ranks never join.
             _drop_process_group()
 
-    def kill(self, signum: int) -> None:
-        """Does nothing: the supervisor ends the other ranks, and signals of this rank are not forwarded to them."""
+
+def _show_nothing(*error: Any) -> None:
+    """Replaces ``sys.excepthook``."""
 
 
 def _continued(function: Callable[..., Any], args: Any, kwargs: Any, trainer: Any) -> tuple[Any, Any]:
     """Adds the newest checkpoint to the arguments of a fit that its batch system has started again."""
-    if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+    if trainer.state.fn != TrainerFn.FITTING:
         return args, kwargs
     bound = inspect.signature(function).bind(*args, **kwargs)
     if "ckpt_path" in inspect.signature(function).parameters and (path := restart.find()):
@@ -208,13 +206,11 @@ def _refuse_after_failure() -> None:
         RuntimeError: With the cause of the earlier failure.
     """
     if refusal is not None and refusal[0] == hydra_output_dir():
-        error = RuntimeError(
+        raise RuntimeError(
             f"this script cannot start another run after one of several ranks that failed ({refusal[1]}): the ranks may"
             " have diverged. Repair the cause and start the script again, or use ZeroStrategy(start_method='spawn'),"
             " with which each run starts its own ranks."
         )
-        failure.note(error, "this run did not begin")
-        raise error
 
 
 def destroy_process_group() -> None:
@@ -245,41 +241,34 @@ class ProcessesLauncher(MultiProcessingLauncher):
     ranks within seconds when one fails.
     """
 
-    _skipped: Sequence[Callable[[], None]] = ()
-    """Undo the replacement of saves after a run that failed."""
+    _skipped = contextlib.ExitStack()
+    """Undoes the replacement of saves after a run that failed."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         strategy, environment = self.strategy, self.strategy.cluster_environment
-        check_world(environment, strategy.num_processes, getattr(strategy, "num_nodes", 1))
+        check_started(environment, strategy.num_processes, strategy.num_nodes)
         if environment.creates_processes_externally:
             return function(*args, **kwargs)
-        for save_again in self._skipped:
-            save_again()
-        self._skipped = []
+        self._skipped.close()
         self.refuse_second_fit(trainer)
         before = dict(os.environ)
         self.folder = tempfile.mkdtemp(prefix="lightning_zero-")
         try:
             os.environ["MASTER_PORT"] = str(environment.main_port)
             self._run_ranks(trainer, function, args, kwargs)
-            found = torch.load(os.path.join(self.folder, _RESULTS), map_location="cpu", weights_only=False)
-            if trainer is None:
-                return found
+            found = torch.load(os.path.join(self.folder, "results"), map_location="cpu", weights_only=False)
             results = self.recover(found, trainer)
             if trainer.lightning_module is not None:  # the run attached the Trainer to the ranks' copies only
                 trainer.lightning_module.trainer = trainer
             return results
         except BaseException:
-            if trainer is not None:
-                why = "the processes that held the state of the training have ended"
-                self._skipped = failure.skip_saves(trainer, why)
+            self._skipped = failure.skip_saves(trainer, "the processes that held the state of the training have ended")
             raise
         finally:
             self.kill(signal.SIGKILL)
             shutil.rmtree(self.folder, ignore_errors=True)
             os.environ.clear()
             os.environ.update(before)
-            choose_port_again(environment)
 
     def _run_ranks(self, *call: Any) -> None:
         if self.start_method == "fork":
@@ -311,13 +300,9 @@ class ProcessesLauncher(MultiProcessingLauncher):
         try:
             found = self.run_rank(index, *call)
             if index == 0:
-                torch.save(found, os.path.join(self.folder, _RESULTS))
+                torch.save(found, os.path.join(self.folder, "results"))
         finally:
             destroy_process_group()  # a group that lives until the interpreter exits may end it in std::terminate
-
-
-_RESULTS = "results"
-"""File name of rank 0's results in the launcher's temporary folder."""
 
 
 def _check_fork() -> None:
@@ -355,15 +340,11 @@ def _check_group(world_size: int) -> None:
     Raises:
         RuntimeError: It has another size.
     """
-    found = dist.get_world_size()
-    if found > world_size:
-        raise RuntimeError(f"world size {world_size}, but this process is one of {found} ranks already. {SAME_DEVICES}")
-    if found < world_size:
+    if (found := dist.get_world_size()) != world_size:
         raise RuntimeError(
-            f"the run has {world_size} ranks, but this process is in a process group of {found} already, which your"
-            " code or an earlier Trainer (Lightning's 'ddp' with devices=1) has left: start the run in a new process,"
-            " or first call torch.distributed.destroy_process_group() and remove LOCAL_RANK from os.environ, which"
-            " marks this process as one of several."
+            f"the run has {world_size} ranks, but this process is in a process group of {found} already. {SAME_DEVICES}"
+            " If your code has opened the group, first call torch.distributed.destroy_process_group(). If an earlier"
+            " Trainer (Lightning's 'ddp' with devices=1) has left it, also remove LOCAL_RANK from os.environ."
         )
 
 
@@ -405,9 +386,7 @@ class Launched(DDPStrategy):
             backend = backend_of(self)
             rank_zero_info(f"Initializing distributed: {size} ranks, backend {backend}")
             expected = f"devices={self.num_processes}, num_nodes={self.num_nodes}"
-            is_over = session.lacks_a_rank if (session := current()) is not None else lambda: False
-            at = environment.main_address, environment.main_port
-            store = rendezvous.meet(*at, rank, size, expected, is_over)
+            store = rendezvous.meet(environment.main_address, environment.main_port, rank, size, expected)
             dist.init_process_group(
                 backend,
                 store=store,

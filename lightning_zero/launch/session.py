@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import select
 import shutil
 import subprocess
 import sys
@@ -20,12 +19,13 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_zero.launch import rendezvous, supervisor
-from lightning_zero.launch.failure import note_scratch
 from lightning_zero.launch.restart import hydra_folders
 
 _ANSWER_SECONDS = 10.0
 """Seconds in which the supervisor must end the ranks and answer, after the time that it gives them."""
-_SET_FOR_RANKS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
+_SET_FOR_RANKS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", supervisor.ERROR_FILE)
+program_arguments: list[str] = []
+"""The command-line arguments that come before Hydra's own, if this program has any."""
 
 
 class Session:
@@ -35,50 +35,43 @@ class Session:
         environment: Lightning's cluster environment, which has the address, the port and this machine's number.
         num_processes, num_nodes: Ranks per machine, and machines.
         log_folder: Folder for one log per rank. ``None`` is the folder of a Hydra job, or else the terminal.
-        words: The command-line arguments before Hydra's.
     """
 
-    def __init__(
-        self, environment: Any, num_processes: int, num_nodes: int, log_folder: str | None, words: list[str]
-    ) -> None:
+    def __init__(self, environment: Any, num_processes: int, num_nodes: int, log_folder: str | None) -> None:
         self.job = hydra_output_dir()
         self.owner = os.getpid()
-        self.first_rank = environment.node_rank() * num_processes
+        first_rank = environment.node_rank() * num_processes
+        if log_folder := log_folder or (os.path.join(self.job, "ranks") if self.job else None):
+            Path(log_folder).mkdir(parents=True, exist_ok=True)
+        self._logs = [
+            os.path.join(log_folder, f"rank{first_rank + local_rank}.log") if log_folder else ""
+            for local_rank in range(num_processes)
+        ]
         self._before = {name: os.environ.get(name) for name in _SET_FOR_RANKS}
         rendezvous.forget()
         if environment.node_rank() == 0:
             # Now, so that no other program takes the port until the ranks connect
             rendezvous.serve(environment.main_address, environment.main_port)
-        os.environ.update(
-            MASTER_ADDR=environment.main_address,
-            MASTER_PORT=str(environment.main_port),
-            NODE_RANK=str(environment.node_rank()),
-            LOCAL_RANK="0",
-            WORLD_SIZE=str(num_processes * num_nodes),
-        )
         self._folder = tempfile.mkdtemp(prefix="lightning_zero-")
-        self.error_file = supervisor.error_file(self._folder, self.first_rank)
-        note_scratch(self.error_file)
-        self._logs = log_folder or (os.path.join(self.job, "ranks") if self.job else None)
+        values = environment.main_address, environment.main_port, environment.node_rank(), 0, num_processes * num_nodes
+        for name, value in zip(_SET_FOR_RANKS, (*values, supervisor.error_file(self._folder, first_rank)), strict=True):
+            os.environ[name] = str(value)
         try:
-            self._supervisor = self._start(num_processes, words)
+            self._supervisor = self._start(first_rank)
         except BaseException:
             self._give_back()
             raise
         atexit.register(self._at_exit)
 
-    def _start(self, num_processes: int, words: list[str]) -> subprocess.Popen[bytes]:
-        command, env = _program(words)
-        if self._logs:
-            Path(self._logs).mkdir(parents=True, exist_ok=True)
+    def _start(self, first_rank: int) -> subprocess.Popen[bytes]:
+        command, env = _program()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         stdout = os.dup(1)
         job = hydra_folders()  # a Hydra job may have changed to its own folder
         cwd = os.getcwd() if job is None else str(job.cwd)
-        logs = [self._log_of(self.first_rank + local_rank) or "" for local_rank in range(1, num_processes)]
         plan = {"command": command, "cwd": cwd, "env": env, "stdout": stdout}
-        plan |= {"folder": self._folder, "rank0": self.first_rank, "pid": self.owner, "logs": logs}
+        plan |= {"folder": self._folder, "rank0": first_rank, "pid": self.owner, "logs": self._logs[1:]}
         try:
             return subprocess.Popen(
                 [sys.executable, "-I", "-S", supervisor.__file__, json.dumps(plan)],
@@ -89,19 +82,11 @@ class Session:
         finally:
             os.close(stdout)
 
-    def _log_of(self, rank: int) -> str | None:
-        return os.path.join(self._logs, f"rank{rank}.log") if self._logs else None
-
     def log(self, text: str) -> None:
         """Writes ``text`` into this rank's log if there is one, and never to the terminal."""
-        if path := self._log_of(self.first_rank):
-            with open(path, "a", encoding="utf-8", errors="replace") as file:
+        if self._logs[0]:
+            with open(self._logs[0], "a", encoding="utf-8", errors="replace") as file:
                 file.write(text)
-
-    def lacks_a_rank(self) -> bool:
-        """Returns whether another rank has ended in an error, of which the supervisor sends a line."""
-        assert self._supervisor.stdout is not None
-        return bool(select.select([self._supervisor.stdout], [], [], 0.0)[0])
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -147,13 +132,10 @@ def current() -> Session | None:
     return _session if _session is not None and _session.owner == os.getpid() else None
 
 
-def start_session(
-    environment: Any, num_processes: int, num_nodes: int, log_folder: str | None, words: list[str]
-) -> Session:
+def start_session(environment: Any, num_processes: int, num_nodes: int, log_folder: str | None) -> None:
     """Starts the other ranks of this machine. The arguments are those of :class:`Session`."""
     global _session
-    _session = Session(environment, num_processes, num_nodes, log_folder, words)
-    return _session
+    _session = Session(environment, num_processes, num_nodes, log_folder)
 
 
 def end_session(failed: bool = False) -> str:
@@ -173,7 +155,7 @@ def end_session(failed: bool = False) -> str:
 # -- the command of the other ranks ------------------------------------------------------------------------------------
 
 
-def _program(words: list[str]) -> tuple[list[str], dict[str, str]]:
+def _program() -> tuple[list[str], dict[str, str]]:
     """Returns the command of a rank, and the environment variables that it needs in addition to this process's."""
     main: Any = sys.modules["__main__"]
     if main.__spec__ is None:
@@ -185,7 +167,7 @@ def _program(words: list[str]) -> tuple[list[str], dict[str, str]]:
         return command + sys.argv[1:], env
     from lightning_zero.launch.hydra_job import job_command  # imports hydra, which is installed: its job is running
 
-    return job_command(command, words), env
+    return job_command([*command, *program_arguments]), env
 
 
 def hydra_output_dir() -> str | None:

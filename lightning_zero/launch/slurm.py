@@ -45,10 +45,6 @@ class SlurmJob:
     """Shell lines before the run, such as ``module load cuda`` or ``export NCCL_SOCKET_IFNAME=ib0``."""
 
     def __post_init__(self) -> None:
-        for name, least in (("nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1), ("time_minutes", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"launcher.{name}={value!r}: use a whole number, {least} or more.")
         if self.tasks_per_node is not None and self.gpus_per_node not in (0, self.tasks_per_node):
             raise ValueError(
                 f"launcher.tasks_per_node={self.tasks_per_node} with launcher.gpus_per_node={self.gpus_per_node}: each"
@@ -59,9 +55,6 @@ class SlurmJob:
                 f"launcher.signal_seconds={self.signal_seconds} is not less than launcher.time_minutes="
                 f"{self.time_minutes}: the job would get the signal before it starts. Use fewer seconds."
             )
-        for line in self.extra:
-            if not line.startswith("-"):
-                raise ValueError(f"launcher.extra={list(self.extra)!r}: {line!r} is not an option; use '--name=value'.")
 
     @property
     def devices(self) -> int:

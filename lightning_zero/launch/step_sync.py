@@ -4,8 +4,7 @@ Before each training batch, around each validation and at the end of an epoch th
 the host: each rank's place in the loop, and whether it was asked to end. If places differ, a dataloader has ended early
 on some ranks, and all ranks raise the same error instead of waiting for each other. If any rank was asked to end
 (SIGTERM, or SIGUSR1 under SLURM), all ranks finish the step, save a checkpoint and exit. The signal handler only sets a
-flag. Ctrl-C is raised at once as usual, unless a callback saves on exceptions: then all ranks raise it after the step,
-and save.
+flag. Ctrl-C is an ordinary exception of rank 0.
 
 On an accelerator a training batch's message is under way while the forward is queued. On a CPU the rank waits for it at
 once, because a forward may start a collective that a rank at another place does not join. The message replaces
@@ -18,9 +17,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,7 +32,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_zero.comm.agree import STEP_SYNC, Agreement, run_agreement, shared_agreement
 from lightning_zero.config import Uneven
 from lightning_zero.launch import restart
-from lightning_zero.launch.failure import AgreedInterrupt, saves_on_exception, tell
+from lightning_zero.launch.failure import saves_on_exception, tell
 from lightning_zero.launch.shortest import cut
 from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
 from lightning_zero.private.lightning import (
@@ -80,17 +77,14 @@ class StepSync(Callback):
         """Undoes the changes to the Trainer and its parts."""
         self._users_sigterm = callable(signal.getsignal(signal.SIGTERM))
         """Whether the user has a handler of SIGTERM. Lightning calls it after ours."""
-        self._interrupted = False
-        self._saves = False
         self._begun = False
 
     # -- beginning and end ---------------------------------------------------------------------------------------
 
-    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
-        self._begin(trainer)
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._begin(trainer)
+
+    on_sanity_check_start = on_train_start
 
     def _begin(self, trainer: Any) -> None:
         if self._loop is not None:
@@ -110,27 +104,6 @@ class StepSync(Callback):
             limit = (timeout_of(self._strategy) or timedelta(minutes=30)).total_seconds()
             self._agreement = run_agreement() or shared_agreement(limit)
             self._peer_memory = getattr(getattr(self._strategy, "engine", None), "peer_memory", None)
-        if threading.current_thread() is threading.main_thread():
-            if _slurm_job() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # Lightning has not registered it
-                self._handle(signal.SIGUSR1, self.on_signal)
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                self._saves = bool(saves_on_exception(trainer))
-                self._handle(signal.SIGINT, self._on_interrupt)
-
-    def _handle(self, number: int, handler: Callable[[int, Any], None]) -> None:
-        """Registers ``handler`` until the run ends, unless other code replaces it before."""
-        before = signal.signal(number, handler)
-        self.undo.callback(lambda: signal.getsignal(number) == handler and signal.signal(number, before))
-
-    def _on_interrupt(self, number: int, frame: Any) -> None:
-        """Handles Ctrl-C."""
-        again, self._interrupted = self._interrupted, True
-        if self._saves and self._begun and not again:
-            self._signal = max(self._signal or 0, number)
-            text = b"lightning_zero: Ctrl-C: ending after this step, to save a checkpoint; a second one ends at once\n"
-            os.write(1, text)  # the signal may have interrupted a print, which cannot be entered again
-            return
-        raise KeyboardInterrupt
 
     def on_signal(self, number: int, frame: Any) -> None:
         """Handles SIGTERM and SIGUSR1."""
@@ -165,21 +138,14 @@ class StepSync(Callback):
         self.recv()
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._wait_for_longer_loops()
-
-    def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._wait_for_longer_loops()
-
-    def on_predict_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._wait_for_longer_loops()
-
-    def _wait_for_longer_loops(self) -> None:
         """Serves ranks that have more batches, whose forwards need this rank's shards.
 
         It must happen before user code or a metric waits for those ranks.
         """
         if (engine := getattr(self._strategy, "engine", None)) is not None:
             engine.end_window()
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         self._send(4, trainer.fit_loop.epoch_loop.batch_idx + 1)
@@ -257,20 +223,13 @@ class StepSync(Callback):
             f"rank {', '.join(map(str, ranks))} {_PLACES[place >> _SHIFT].format(place & ((1 << _SHIFT) - 1))}"
             for place, ranks in sorted(places.items())
         )
-        validates = any(place >> _SHIFT == 4 for place in places)
-        limit = "trainer.limit_val_batches" if validates else "trainer.limit_train_batches"
-        end = "" if validates else ", or end with the shortest (the strategy's uneven='shortest')"
-        if any(place >> _SHIFT == 6 for place in places):
-            cause = (
-                "The cause is a callback that only some ranks have, or a stop that each rank decides alone: give all"
-                " ranks the same callbacks and settings, and log the values that they watch with sync_dist=True."
-            )
-        else:
-            cause = (
-                "The cause is a dataloader that has fewer batches on some ranks: give all ranks the same number (a"
-                f" DistributedSampler, drop_last=True, or {limit}){end}."
-            )
-        raise ValueError(f"the ranks no longer run the same steps: {said}. {cause}")
+        raise ValueError(
+            f"the ranks no longer run the same steps: {said}. If a dataloader has fewer batches on some ranks, give all"
+            " ranks the same number (a DistributedSampler, drop_last=True, trainer.limit_train_batches,"
+            " trainer.limit_val_batches), or end with the shortest (the strategy's uneven='shortest'). If a callback"
+            " stops some ranks alone, give all ranks the same callbacks, and log the values that they watch with"
+            " sync_dist=True."
+        )
 
     # -- ending on request ---------------------------------------------------------------------------------------
 
@@ -279,15 +238,10 @@ class StepSync(Callback):
 
         It acts only between two steps, because a checkpoint does not hold partly accumulated gradients.
         """
-        # Raised again: Python drops a KeyboardInterrupt that was raised inside a destructor or a C++ callback.
-        if self._interrupted and not self._saves:
-            raise KeyboardInterrupt
         stepped, self._step = trainer.global_step != self._step, trainer.global_step
         if not self._agreed or not (stepped or trainer.fit_loop.epoch_loop.batch_idx < 0):
             return
         number = signal.Signals(self._agreed)
-        if number == signal.SIGINT:
-            raise AgreedInterrupt
         requeue = number != signal.SIGTERM
         rank_zero_only(tell)(f"{number.name} received: ending after step {trainer.global_step}")
         if trainer.checkpoint_callbacks or _slurm_job():
@@ -297,20 +251,6 @@ class StepSync(Callback):
         if requeue and trainer.is_global_zero:
             _requeue()
         sys.exit(PREEMPTED_EXIT_CODE)
-
-
-_forks_outlast_interrupts = False
-"""Whether forked data loader workers ignore Ctrl-C, which a terminal sends to them as well. This process needs them
-until the step ends after which it saves."""
-
-
-def _in_fork() -> None:
-    if _forks_outlast_interrupts:
-        with suppress(ValueError):  # not in the main thread
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-os.register_at_fork(after_in_child=_in_fork)
 
 
 def sync_steps(trainer: Any, strategy: Any, uneven: Uneven = "error") -> StepSync:
@@ -330,13 +270,12 @@ def sync_steps(trainer: Any, strategy: Any, uneven: Uneven = "error") -> StepSyn
         old.teardown(trainer, None, "")  # Lightning does not call teardown after a run that raised
     trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, StepSync)]
     trainer.callbacks.insert(0, watching := StepSync(strategy))
-    global _forks_outlast_interrupts
-    _forks_outlast_interrupts = bool(savers := saves_on_exception(trainer))
-    if savers and trainer.world_size > 1:
+    if trainer.world_size > 1 and (savers := saves_on_exception(trainer)):
         names = ", ".join(sorted({type(callback).__name__ for callback in savers}))
         rank_zero_warn(
-            f"{names}: with several ranks it saves on Ctrl-C, but not on an error, after which ranks may be anywhere."
-            " Save at intervals too (ModelCheckpoint(every_n_train_steps=...)), to lose few steps."
+            f"{names}: with several ranks it saves no checkpoint on an error or on Ctrl-C, after which ranks may be"
+            " anywhere. Save at intervals too (ModelCheckpoint(every_n_train_steps=...)). To end a run with a"
+            " checkpoint, send SIGTERM to rank 0."
         )
     answer_signals_by(trainer, watching.on_signal)
     if ends_with_shortest:

@@ -8,15 +8,14 @@ code runs.
 
 Which rank failed first? A rank that raises writes its error and the time into a file at once, before other ranks can
 notice (:func:`lightning_zero.launch.failure.write`). A rank that crashed leaves no file; it counts from
-:data:`NOTICE_SECONDS` before the supervisor has noticed. A rank that was killed by SIGKILL or is stopped comes first:
-no error of another rank has that effect. The earliest counts (:meth:`Supervisor._first_failure`), once, at the end of
-the run.
+:data:`NOTICE_SECONDS` before the supervisor has noticed. A rank that was killed by SIGKILL comes first: no error of
+another rank has that effect. The earliest counts (:meth:`Supervisor._first_failure`), once, at the end of the run.
 
     argument          the plan, as JSON: ``command``, ``cwd``, ``env`` (in addition to this process's), ``stdout`` (a
                       file descriptor for ranks without a log), ``folder`` (the session's, removed at the end),
                       ``rank0`` and ``pid`` (rank 0's numbers), ``logs`` (for each other rank the path, or "")
     rank 0 sends      at its end ``rank 0 done`` or ``rank 0 failed``
-    supervisor sends  an empty line when another rank has failed, and at the end the cause of a failure in one line
+    supervisor sends  at the end the cause of a failure, in one line
 
 The supervisor is in rank 0's process group, so it gets a terminal's Ctrl-C as well. It cannot rely on rank 0 for that:
 Python raises an exception in rank 0's main thread, which may be caught and dropped, and which comes late while C++ code
@@ -35,7 +34,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 ERROR_FILE = "LIGHTNING_ZERO_ERROR_FILE"
@@ -46,7 +45,9 @@ PREEMPTED_EXIT_CODE = 143
 """128 + SIGTERM: the rank was asked to end, and did so after saving."""
 POLL_SECONDS = 0.05
 NOTICE_SECONDS = 0.5
-LOG_TAIL_BYTES = 6000
+ALONE_SECONDS = 5.0
+"""Seconds from an error of a rank until it is killed. A script that has caught the error would otherwise continue, and
+the other ranks would wait for this one in their next collective."""
 
 
 class State(enum.Enum):
@@ -76,7 +77,6 @@ TABLE = (
 SECONDS = {S.ALARMED: 8.0, S.FINISHING: 60.0, S.ENDING: 3.0}
 """Seconds until "time over" in a state, in ``ENDING`` none after a Ctrl-C. Other states have no limit."""
 KILLED = "was killed by SIGKILL, probably out of memory"
-STOPPED = "does not respond, because it is stopped (SIGSTOP)"
 
 
 class Failure(NamedTuple):
@@ -86,9 +86,7 @@ class Failure(NamedTuple):
     rank: int
     what: str
     text: str = ""
-    """The traceback, or the end of the log."""
-    place: Sequence[str] = ()
-    """The error's type, and the lines of code from which it was raised."""
+    """The traceback."""
 
 
 class Supervisor:
@@ -109,7 +107,8 @@ class Supervisor:
 
     def start(self) -> None:
         for rank, log in self.logs.items():
-            names = {"LOCAL_RANK": str(rank - self.rank0), ERROR_FILE: self._error_file(rank), RANK_LOG: log}
+            names = {"LOCAL_RANK": str(rank - self.rank0), RANK_LOG: log}
+            names[ERROR_FILE] = error_file(self.plan["folder"], rank)
             out: Any = open(log, "ab") if log else self.plan["stdout"]  # noqa: SIM115
             self.ranks[rank] = subprocess.Popen(
                 self.plan["command"],
@@ -140,6 +139,8 @@ class Supervisor:
         for rank, process in self.ranks.items():
             if process.poll() is not None:
                 self.noticed.setdefault(rank, time.time())
+            elif (error := self._read(rank)) and time.time() - error["at"] > ALONE_SECONDS:
+                process.kill()
         if any(self._has_failed(rank) for rank in self.noticed):
             yield "rank failed"
         if os.getppid() != self.plan["pid"]:
@@ -154,8 +155,6 @@ class Supervisor:
             if self.state in states and name == event:
                 before, self.state = self.state, following
                 self._deadline = time.monotonic() + SECONDS.get(following, float("inf"))
-                if following is State.ALARMED:
-                    _send("")
                 if following is State.OVER:
                     self._report(before, event)
                 return
@@ -179,50 +178,41 @@ class Supervisor:
             _tell(f"{self.cause}.")
         if kills_rank0:
             why = "was asked to end, but did not" if _presses else "did not react to that"
-            _tell(f"{self._named(self.rank0)} {STOPPED if _is_stopped(self.plan['pid']) else why}: ending it.")
+            _tell(f"{self._named(self.rank0)} {why}: ending it.")
             os.kill(self.plan["pid"], signal.SIGKILL)
             self._has_killed_rank0 = True
 
     def _first_failure(self) -> Failure | None:
-        """Returns the failure that came first, or rank 0's, if rank 0 has raised the same error at the same place."""
+        """Returns the failure that came first, or rank 0's, if rank 0 has raised the same error."""
         found = [failure for rank in (self.rank0, *self.ranks) if (failure := self._failure_of(rank))]
         if not found:
             return None
         first = min(found)
-        return next((own for own in found if own.rank == self.rank0 and own.place == first.place), first)
+        return next((own for own in found if own.rank == self.rank0 and own.what == first.what), first)
 
     def _failure_of(self, rank: int) -> Failure | None:
         if error := self._read(rank):
-            said = Failure(error["at"], rank, f"failed: {error['summary']}", error["traceback"], error["place"])
-            return None if error["agreed"] else said
-        if rank == self.rank0:
-            return None
-        if rank not in self.noticed and _is_stopped(self.ranks[rank].pid):
-            return Failure(0.0, rank, STOPPED)
-        if not self._has_failed(rank):
+            return Failure(error["at"], rank, f"failed: {error['summary']}", error["traceback"])
+        if rank == self.rank0 or not self._has_failed(rank):
             return None
         code = self.ranks[rank].returncode
         if code == -signal.SIGKILL:
-            return Failure(0.0, rank, KILLED, _tail(self.logs[rank]))
+            return Failure(0.0, rank, KILLED)
         what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-        return Failure(self.noticed[rank] - NOTICE_SECONDS, rank, what, _tail(self.logs[rank]))
+        return Failure(self.noticed[rank] - NOTICE_SECONDS, rank, what)
 
     def _has_failed(self, rank: int) -> bool:
-        """Returns whether ``rank`` has ended in an error that the ranks have not agreed to raise."""
-        code = self.ranks[rank].returncode
-        return code not in (None, 0, PREEMPTED_EXIT_CODE) and not (self._read(rank) or {}).get("agreed")
+        """Returns whether ``rank`` has ended in an error."""
+        return self.ranks[rank].returncode not in (None, 0, PREEMPTED_EXIT_CODE)
 
     def _read(self, rank: int) -> dict[str, Any] | None:
         """Returns what ``rank`` has written about its error."""
         try:
-            with open(self._error_file(rank), encoding="utf-8") as file:
+            with open(error_file(self.plan["folder"], rank), encoding="utf-8") as file:
                 error: dict[str, Any] = json.load(file)
         except (OSError, ValueError):
             return None
         return error
-
-    def _error_file(self, rank: int) -> str:
-        return error_file(self.plan["folder"], rank)
 
     def _named(self, rank: int) -> str:
         return f"rank {rank} (process {self.plan['pid'] if rank == self.rank0 else self.ranks[rank].pid})"
@@ -238,9 +228,10 @@ class Supervisor:
         is_rank0_gone = self._has_killed_rank0 or os.getppid() != self.plan["pid"]
         for rank in [*self.ranks, *([self.rank0] if is_rank0_gone else [])]:
             with contextlib.suppress(OSError):  # killed ranks leave the sockets of their data loader workers
-                shutil.rmtree(os.readlink(f"{self._error_file(rank)}.scratch"), ignore_errors=True)
+                shutil.rmtree(os.readlink(f"{error_file(self.plan['folder'], rank)}.scratch"), ignore_errors=True)
         shutil.rmtree(self.plan["folder"], ignore_errors=True)
-        _send(self.cause)
+        with contextlib.suppress(OSError):
+            os.write(1, self.cause.encode(errors="replace"))
 
 
 _presses: list[int] = []
@@ -261,31 +252,9 @@ def _request() -> str:
     return sent
 
 
-def _send(line: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(1, f"{line}\n".encode(errors="replace"))
-
-
 def _tell(text: str) -> None:
     with contextlib.suppress(OSError):
         os.write(2, f"lightning_zero: {text}\n".encode(errors="replace"))
-
-
-def _tail(path: str) -> str:
-    try:
-        with open(path, "rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_TAIL_BYTES))
-            return log.read().decode(errors="replace")
-    except OSError:  # the rank has no log
-        return ""
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as line:
-            return line.read().rsplit(")", 1)[1].split()[0] == "T"
-    except (OSError, IndexError):
-        return False
 
 
 def _die_with_parent() -> None:

@@ -13,7 +13,6 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
@@ -48,7 +47,6 @@ LIGHTNING = Library(
         " _wrapping_function _recover_results_in_main_process _collect_rank_zero_results tempfile mkdtemp",
         f"{_LAUNCHERS}.multiprocessing:_GlobalStateSnapshot": "capture",
         "lightning.fabric.utilities.distributed": "_set_num_threads_if_needed",
-        "lightning.fabric.plugins.environments:LightningEnvironment": "_main_port",
         # strategies
         f"{_STRATEGIES}:Strategy": "_launcher _precision_plugin",
         f"{_STRATEGIES}:ParallelStrategy": "_layer_sync",
@@ -173,13 +171,6 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
         self._recover_results_in_main_process(output, trainer)
         self._already_fit |= trainer.state.fn == TrainerFn.FITTING
         return output.trainer_results
-
-
-def choose_port_again(environment: Any) -> None:
-    """Lets Lightning's own environment, which keeps the free port that it found, look for another. Other environments
-    have a fixed port."""
-    if isinstance(environment, LightningEnvironment):
-        environment._main_port = -1
 
 
 def answer_signals_by(trainer: Any, handler: Callable[[int, Any], None]) -> None:

@@ -53,8 +53,8 @@ FAULTS = {
         ("rank 0 (process", OUT_OF_MEMORY, "ended unexpectedly"),
     ),
     "kill-1": Fault("kill -9 of rank 1", 1, ("rank 1 (process", OUT_OF_MEMORY)),
-    "stop-0": Fault("rank 0 stops answering (SIGSTOP)", 0, ("rank 0 (process", "is stopped"), hangs=True),
-    "stop-1": Fault("rank 1 stops answering (SIGSTOP)", 1, ("rank 1 (process", "is stopped"), hangs=True),
+    "stop-0": Fault("rank 0 stops answering (SIGSTOP)", 0, ("rank 0 (process", "did not react"), hangs=True),
+    "stop-1": Fault("rank 1 stops answering (SIGSTOP)", 1, ("Timed out",), hangs=True),
     "dry-0": Fault(
         'data loader of rank 0 runs dry early, `uneven="error"`',
         0,
@@ -165,7 +165,7 @@ def _stand_still() -> None:
 def _happen(name: str, rank: int) -> None:
     Path("fault").write_text(str(time.time()))
     if name.startswith("exception"):
-        raise LookupError(f"rank {rank} is not well")
+        raise LookupError("no rank is well" if name == "exception-all" else f"rank {rank} is not well")
     if name.startswith("kill"):
         os.kill(os.getpid(), signal.SIGKILL)
     if name.startswith("stop"):

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,24 +91,15 @@ def read_losses(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def wait_for_step(slurm: Slurm, job: str, losses: Path, life: int, step: int, limit_seconds: float) -> None:
-    """Until the training has come to ``step`` in its ``life``; raises if the job ends before or time runs out."""
+def _wait(slurm: Slurm, job: str, condition: Callable[[], bool], limit_seconds: float) -> dict[str, str]:
+    """What SLURM says of the job as soon as ``condition`` holds; raises if the job ends before or time runs out."""
     deadline = time.monotonic() + limit_seconds
-    while not any(entry["life"] == life and entry["step"] >= step for entry in read_losses(losses)):
+    while not condition():
         state = slurm.job(job)
-        if time.monotonic() > deadline or state["JobState"] in ("FAILED", "TIMEOUT", "COMPLETED", "NODE_FAIL"):
-            raise RuntimeError(f"job {job} is {state['JobState']} before step {step} of life {life}: {state}")
+        if time.monotonic() > deadline or state["JobState"] in ("FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED"):
+            raise RuntimeError(f"job {job} has ended, or has not come far enough within {limit_seconds} s: {state}")
         time.sleep(0.3)
-
-
-def wait_until_done(slurm: Slurm, job: str, limit_seconds: float) -> dict[str, str]:
-    """What SLURM says of the job when it has ended for good."""
-    deadline = time.monotonic() + limit_seconds
-    while (state := slurm.job(job))["JobState"] not in ("COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED"):
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"job {job} has not ended within {limit_seconds} s: {state}")
-        time.sleep(0.3)
-    return state
+    return slurm.job(job)
 
 
 @dataclass(frozen=True)
@@ -135,9 +126,9 @@ def run_interrupted(
     said = slurm.run(sys.executable, "-m", "lightning_zero", *words, cwd=folder)
     job = said.split("Submitted batch job ")[1].split()[0]
     try:
-        wait_for_step(slurm, job, losses, 0, 8, 100.0)
+        _wait(slurm, job, lambda: any(entry["step"] >= 8 for entry in read_losses(losses)), 100.0)
         slurm.run("scontrol", "requeue", job)
-        state = wait_until_done(slurm, job, 300.0 if by_signal else 100.0)
+        state = _wait(slurm, job, lambda: slurm.job(job)["JobState"] == "COMPLETED", 300.0 if by_signal else 100.0)
     finally:
         logs = sorted([*folder.rglob("slurm-*.out"), *folder.rglob("rank*.log")])
         log = "\n".join(f"== {path.name}\n{path.read_text(errors='replace')}" for path in logs)

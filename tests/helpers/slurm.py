@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.system.commands import wait_until
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 START_SECONDS = 60.0
 
@@ -112,11 +114,8 @@ def _munge(folder: Path, env: dict[str, str], processes: list[subprocess.Popen[b
     names = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log"}
     options = [f"--{name}={folder / file}" for name, file in {**names, "seed-file": "munge.seed"}.items()]
     _start(["munged", "--foreground", "--force", *options], folder, env, processes)
-    deadline = time.monotonic() + START_SECONDS
-    while not (folder / "munge.socket").exists():
-        if time.monotonic() > deadline or processes[-1].poll() is not None:
-            raise RuntimeError(f"munged did not start:\n{(folder / 'munged.out').read_text()}")
-        time.sleep(0.05)
+    if not wait_until((folder / "munge.socket").exists, START_SECONDS):
+        raise RuntimeError(f"munged did not start:\n{(folder / 'munged.out').read_text()}")
     return folder / "munge.socket"
 
 
@@ -158,13 +157,11 @@ PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscr
 
 
 def _wait_until_idle(slurm: Slurm, folder: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    answer = ""
-    while time.monotonic() < deadline:
+    def is_idle() -> bool:
         with contextlib.suppress(RuntimeError):
-            answer = slurm.run("sinfo", "--Node", "--noheader", "--format=%T")
-            if {*answer.split()} <= {"idle", "mixed"}:
-                return
-        time.sleep(0.3)
-    logs = "\n".join(path.read_text()[-2000:] for path in folder.glob("slurm*.log"))
-    raise RuntimeError(f"SLURM did not become idle ({answer.strip()}):\n{logs}")
+            return {*slurm.run("sinfo", "--Node", "--noheader", "--format=%T").split()} <= {"idle", "mixed"}
+        return False
+
+    if not wait_until(is_idle, START_SECONDS):
+        logs = "\n".join(path.read_text()[-2000:] for path in folder.glob("slurm*.log"))
+        raise RuntimeError(f"SLURM did not become idle:\n{logs}")

@@ -6,8 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-import torch
-
 from tests.system.commands import ROOT, started
 from tests.system.test_failing import FAULTS
 
@@ -39,12 +37,3 @@ def test_while_ranks_start(tmp_path):
 def test_python_code_that_catches_everything(tmp_path):
     code, _ = press(tmp_path, signal.SIGINT, "setup0", "swallow-0", then="swallowed")
     assert code == -signal.SIGKILL
-
-
-def test_with_a_save_all_ranks_end_after_the_same_step(tmp_path):
-    code, output = press(tmp_path, signal.SIGINT, "fault", "interrupt", "saves")
-    assert code == 1
-    assert "Traceback" not in output
-    saved = torch.load(tmp_path / "saved" / "on_exception.ckpt", weights_only=False)
-    assert saved["global_step"] >= 3
-    assert all(value.isfinite().all() for value in saved["state_dict"].values())

@@ -43,11 +43,9 @@ def main(cfg):
     if "CHILD" in os.environ:
         print(said)
         return
-    def check():
-        command = job_command([sys.executable, __file__])
-        other = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CHILD": "1"})
-        assert other.stdout.strip() == said, (other, said)
-    check()
+    command = job_command([sys.executable, __file__])
+    other = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CHILD": "1"})
+    assert other.stdout.strip() == said, (other, said)
     print("same config", cfg.name)
 
 main()
