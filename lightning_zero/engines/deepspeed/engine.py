@@ -1,8 +1,8 @@
 """ZeRO on ``deepspeed.initialize``.
 
 [Tensors] (see ``private`` for flats, masters and pieces)
-- *parameter*: always the user's own ``nn.Parameter`` object. At stages 1 and 2 a full tensor, a view of DeepSpeed's
-  buffer; at stage 3 empty between uses.
+- *parameter*: always the user's own ``nn.Parameter`` object, of its full shape. At stages 1 and 2 a view of DeepSpeed's
+  buffer; at stage 3 without memory between uses.
 - *gradient*: averaged, one piece per rank, from the backward until ``zero_grad``; full only while user code reads it.
 - *replicated parameter*: a frozen parameter that is empty or of another dtype than the trained ones. It stays full on
   every rank, because DeepSpeed's flats have one dtype. Such a parameter cannot be trained.
@@ -36,7 +36,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
@@ -82,7 +81,6 @@ class DeepSpeedEngine(Engine):
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         super().__init__(config, device, dtypes)
         self._engine: Any = None  # DeepSpeed's, once attached
-        self._accumulators: list[Node] = []  # keeps them alive: otherwise autograd creates new ones
         self._agreement: Agreement | None = None
         self._optimizers: list[Optimizer] = []
         self._stage3 = config.stage == 3
@@ -101,7 +99,7 @@ class DeepSpeedEngine(Engine):
             refuse_script_modules(module)
             _refuse_compiled(module)
         self._params = Parameters(module, self._stage3)
-        self.total_bytes = sum(shape.numel() * p.element_size() for p, shape in self._params.shapes.items())
+        self.total_bytes = sum(p.nbytes for p in self._params.named.values())
         if dist.get_world_size() > 1 and self.config.find_unused_parameters:
             self._agreement = run_agreement() or shared_agreement(self.config.timeout_seconds)
         forget_meshes()
@@ -183,9 +181,8 @@ class DeepSpeedEngine(Engine):
             private.ModuleHooks(self._engine, self.root, self._rests, self._before_module)
             if joined is not None:
                 self._order.follow_buckets(self._engine)
-            self._accumulators = [_full_accumulator(p, self._params.shapes[p]) for p in trainable]
         if joined is not None:
-            params.shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine, params.shapes)
+            params.shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine)
             self._reductions.follow(self._engine, trainable)
             for optimizer in optimizers:
                 self.step_of(optimizer)  # shards the states that exist already
@@ -226,7 +223,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def known_parameters(self) -> Collection[Tensor]:
-        return self._params.shapes
+        return set(self._params.named.values())
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -378,14 +375,14 @@ class DeepSpeedEngine(Engine):
         self.end_residency()
         self._store_parameters()  # before masters are read
         with torch.no_grad(), DisableTorchFunction():
-            values = {p: to_host(private.gathered_copy(p)) for p in self._params.shapes} if full else {}
+            values = {p: to_host(private.gathered_copy(p)) for p in self._params.named.values()} if full else {}
             if not self.failed:
                 self._full.states_to_rows(self._optimizers)
             leave_states(self._optimizers, full and self.config.after_fit == "whole")
             if self._stage3 and not full:
                 self._full.leave_parameters(self.failed)
             self._take_off()
-            for p in self._params.shapes:
+            for p in self._params.named.values():
                 p.grad = None
             for p, value in values.items():
                 p.data = value
@@ -397,22 +394,8 @@ class DeepSpeedEngine(Engine):
         private.end(self._engine, self.root, self.failed)
         self._store.end()
         self._params.shards = None
-        self._accumulators.clear()
         self._steps.clear()
         self._engine = self._agreement = None
-
-
-def _full_accumulator(p: Tensor, shape: torch.Size) -> Node:
-    """Creates the autograd node that adds to ``p.grad``, for gradients of the full ``shape``.
-
-    The node takes its shape from ``p`` at the first use in a graph, and an ``autograd.Function`` (including DeepSpeed's
-    own around each module) may receive parameters that are still resharded, hence empty."""
-    cut = p.data
-    try:
-        p.data = cut.new_empty(()).expand(shape)
-        return get_gradient_edge(p).node
-    finally:
-        p.data = cut
 
 
 def _refuse_compiled(module: nn.Module) -> None:

@@ -79,12 +79,11 @@ class FullState:
         """Leaves this rank's rows of stage-3 parameters, on the CPU (collective). After a run that ``failed`` other
         ranks may be gone: then user code that touches a parameter assembles it from all ranks' shards."""
         for p in cast("Iterable[nn.Parameter]", self._params.held):
-            like = torch.empty(self._params.shapes[p], dtype=p.dtype, device="meta")
             left: Value = private.assembly(p)
             if not failed:
                 rows = self.rows(private.gathered_copy(p))
                 left = as_shard(local(rows).cpu(), rows) if isinstance(rows, DTensor) else rows.cpu()
-            leave_parameter(p, left, like)
+            leave_parameter(p, left, p)
 
 
 def model_state(
@@ -105,9 +104,10 @@ def model_state(
         on_host = moves if device.type == "cpu" else tensor.device.type == "cpu"
         state.add_bytes(kind, tensor.numel() * tensor.element_size(), "host" if on_host else "device")
 
-    for p, shape in params.shapes.items():
-        state.full["parameters"] += shape.numel() * p.element_size()
-        here("parameters", p.detach())
+    for p in params.named.values():
+        state.full["parameters"] += p.nbytes
+        if not private.is_partitioned(p):
+            here("parameters", p.detach())
         if (cut := private.cut_of(p)) is not None:
             here("parameters", cut.detach(), config.offloads_parameters)
     if shards is not None:
@@ -115,8 +115,7 @@ def model_state(
             here("parameters", shards.flat_master(i), config.offloads_optimizer)
         for flat in shards.grad_buffers():
             here("gradients", flat, config.offloads_optimizer)
-        for p in shards.with_grad:
-            state.full["gradients"] += params.shapes[p].numel() * p.element_size()
+        state.full["gradients"] += sum(p.nbytes for p in shards.with_grad)
     for _, value in states_of(optimizers):
         state.full["optimizer"] += value.numel() * value.element_size()
         if isinstance(value, LeftState):

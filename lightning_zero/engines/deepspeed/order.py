@@ -72,7 +72,7 @@ class Order:
 
     def _refuse(self, events: set[str]) -> None:
         if _A_BUCKET in events:
-            numel = sum(shape.numel() for shape in self._params.shapes.values())
+            numel = sum(p.numel() for p in self._params.named.values())
             raise ValueError(_BUCKETS_DIFFER.format(numel))
         raise ValueError(
             f"stage=3: the units {', '.join(map(repr, sorted(events - {''})))} ran on some ranks only, or in another"

@@ -17,7 +17,6 @@ class Parameters:
 
     Attributes:
         named: Parameters by name, in the module's order, which is the same on all ranks.
-        shapes: Full shapes.
         held: Parameters that DeepSpeed shards, in the order in which ranks gather them; must not become a set.
         replicated: All others (see :mod:`~lightning_zero.engines.deepspeed.engine`).
         shards: Masters and gradients. ``None`` before optimizers are attached, without optimizers, and at the end of
@@ -27,7 +26,6 @@ class Parameters:
     def __init__(self, module: nn.Module, stage3: bool) -> None:
         self.module, self.stage3 = module, stage3
         self.named = dict(module.named_parameters())
-        self.shapes: dict[Tensor, torch.Size] = {p: p.shape for p in self.named.values()}
         self._dtype = _main_dtype(self.named.values())
         self.held = dict.fromkeys(p for p in self.named.values() if p.dtype == self._dtype and p.numel())
         self.replicated = [p for p in self.named.values() if p not in self.held]

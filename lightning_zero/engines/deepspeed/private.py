@@ -19,7 +19,7 @@ import inspect
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,7 @@ from lightning_zero.engines.base import outside_inference_mode
 from lightning_zero.private.check import Library, Needed, check
 from lightning_zero.private.torch import (
     DisableTorchFunction,
+    EnableTorchFunction,
     in_backward,
     in_transform,
     own_parameters,
@@ -79,7 +80,7 @@ DEEPSPEED = Library(
         *(Needed(f"{_ENGINE}._backward_{part}", takes="self") for part in ("prologue", "epilogue")),
         Needed(f"{_ENGINE}.backward", stores="_backward_epilogue _running_engine_backward"),
         *(Needed(f"{each}.destroy", takes="self") for each in (_ENGINE, _OFFLOAD)),
-        *(Needed(each, stores="_grad_acc_hooks") for each in (_STAGE3, _STAGE12)),
+        *(Needed(each, stores="_grad_acc_hooks register_grad_hook") for each in (_STAGE3, _STAGE12)),
         Needed(f"{_ENGINE}._broadcast_model", takes="self"),
         Needed(_ENGINE, stores="module_forward_pre_hook module_forward_post_hook device dp_world_size"),
         *(Needed(f"{stage}.clear_backward_seen_flag", takes="self") for stage in (_STAGE3, _STAGE12)),
@@ -212,7 +213,7 @@ def prepare(device: torch.device) -> Any:
     deepspeed.utils.logger.setLevel(logging.WARNING)
     use_accelerator(device)
     _skip_replicated()
-    _tell_watchers()
+    _keep_shapes()
     world = getattr(comm.comm.cdb, "_lightning_zero_world", None)
     if comm.comm.cdb is None or world is not dist.group.WORLD:
         comm.comm.cdb = None  # the old backend belongs to a destroyed process group
@@ -263,18 +264,22 @@ def starting(joined: type) -> Iterator[None]:
 
     - the broadcast of rank 0's parameters, which ranks have already: it fails on 0-dim ones;
     - stage 3's hooks of modules, which :class:`ModuleHooks` replaces, and its dictionaries of parameters;
+    - residency's interception in its hooks of gradients;
     - the check for DeepSpeed's own CPU Adam if ``offload.ratio`` is below 1. DeepSpeed would step some masters on the
       device itself, but here users' own optimizers step all masters. ``joined`` is the optimizer that DeepSpeed gets.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.zero import parameter_offload, stage3
+    from deepspeed.runtime.zero import parameter_offload, stage3, stage_1_and_2
 
+    register = stage3.register_grad_hook
     with contextlib.ExitStack() as stack:
         for home, name, value in (
             (DeepSpeedEngine, "_broadcast_model", lambda self: None),
             (parameter_offload.DeepSpeedZeRoOffload, "_register_deepspeed_module", lambda self, module: None),
             (parameter_offload, "_inject_parameters", lambda module, cls: None),
             (stage3, "DeepSpeedCPUAdam", joined),
+            (stage3, "register_grad_hook", lambda p, hook: register(p, _plainly(hook))),
+            (stage_1_and_2, "register_grad_hook", lambda p, hook: register(p, _plainly(hook))),
         ):
             stack.enter_context(_instead(home, name, value))
         yield
@@ -290,25 +295,36 @@ def _skip_replicated() -> None:
     _patch([parameter_offload, partitioned_param_coordinator], "iter_params", make)
 
 
-def watch(p: Any, before_empty: Callable[[Any], None]) -> None:
-    """Has ``before_empty`` called with ``p`` before stage 3 frees the memory of ``p``."""
-    p.ds_before_empty = before_empty
+def watch(p: Any, before_free: Callable[[Any], None]) -> None:
+    """Has ``before_free`` called with ``p`` before stage 3 frees the memory of ``p``; ``p`` then keeps its shape."""
+    p.ds_before_free = before_free
 
 
-def _tell_watchers() -> None:
-    """Patches stage 3 to call the functions given to :func:`watch`; other parameters behave as before."""
+def _keep_shapes() -> None:
+    """Patches how stage 3 frees parameters given to :func:`watch`; others get the shape (0,), as before."""
     from deepspeed.runtime.zero import partition_parameters as home
 
-    def make(free: Callable[[Any], None]) -> Any:
+    def make(free_as_before: Callable[[Any], None]) -> Any:
         def free_param(param: Any) -> None:
             with DisableTorchFunction(), torch.no_grad():
-                if (before_empty := getattr(param, "ds_before_empty", None)) is not None:
-                    before_empty(param)
+                if (before_free := getattr(param, "ds_before_free", None)) is None:
+                    free_as_before(param)
+                    return
+                before_free(param)
+                if not hasattr(param, "ds_freed"):
+                    param.ds_freed = torch.empty_like(param)
+                    param.ds_freed.untyped_storage().resize_(0)
+                free_as_before(param)
                 free(param)
 
         return free_param
 
     _patch([home], "free_param", make)
+
+
+def free(p: Any) -> None:
+    """Frees the memory of a stage-3 parameter, which keeps its shape."""
+    set_data(p, p.ds_freed)
 
 
 # -- sharding ------------------------------------------------------------------------------------------------------
@@ -374,7 +390,8 @@ def backward(engine: Any, run_backward: Callable[[], None], before_end: Callable
     engine._running_engine_backward = True
     try:
         engine._backward_prologue()
-        run_backward()
+        with EnableTorchFunction():  # user code in it may touch resharded parameters
+            run_backward()
         before_end()
         engine._backward_epilogue()
     finally:
@@ -408,14 +425,6 @@ def before_buckets(engine: Any, action: Callable[[Sequence[Any]], None]) -> None
     setattr(zero, _REDUCE_BUCKET, reduce)
 
 
-def give_zeros(p: Any) -> None:
-    """Sets ``p.grad`` to zeros of the full shape, whether ``p`` is sharded or not."""
-    zeros = torch.zeros(full_shape(p), dtype=p.dtype, device=p.device)
-    kept, p.data = p.data, zeros  # torch accepts only a gradient of the parameter's current shape
-    p.grad = zeros
-    p.data = kept
-
-
 # -- locations of tensors ------------------------------------------------------------------------------------------
 
 
@@ -424,16 +433,14 @@ class Shards(ABC):
 
     Args:
         engine: From ``deepspeed.initialize``.
-        shapes: The full shapes of these parameters.
 
     Attributes:
         pieces: Parameter -> its piece.
         with_grad: Parameters that have a gradient; alike on all ranks.
     """
 
-    def __init__(self, engine: Any, shapes: Mapping[Tensor, torch.Size]) -> None:
+    def __init__(self, engine: Any) -> None:
         self.zero = engine.optimizer
-        self.shapes = shapes
         self.pieces: dict[Tensor, Piece] = {}
         self.with_grad: set[Tensor] = set()
         self._find_pieces()
@@ -450,7 +457,7 @@ class Shards(ABC):
 
     def assembly(self, p: Tensor, local: Tensor) -> Assembly:
         """Returns the function that does the same later, even when DeepSpeed is gone."""
-        return Assembly(self.shapes[p], self.pieces[p].offset, local)
+        return Assembly(p.shape, self.pieces[p].offset, local)
 
     def cut(self, p: Tensor, full: Tensor) -> Tensor:
         """Returns this rank's piece of ``full``, a tensor of the full shape of ``p``, 1-D; a view if ``full`` is
@@ -685,19 +692,9 @@ def store_part(p: Any) -> None:
     p.ds_secondary_tensor = None
 
 
-def empty(p: Any) -> None:
-    """Frees the memory of ``p``, as DeepSpeed does for a resharded stage-3 parameter."""
-    set_data(p, torch.empty(0, dtype=p.dtype, device=p.device))
-
-
 def is_managed(p: Any) -> bool:
     """Whether stage 3 shards this parameter."""
     return hasattr(p, "ds_id")
-
-
-def full_shape(p: Any) -> torch.Size:
-    """Returns the full shape of a parameter, sharded or not."""
-    return p.ds_shape if is_partitioned(p) else p.shape
 
 
 def cut_of(p: Any) -> Tensor | None:
@@ -714,8 +711,8 @@ def is_partitioned(p: Any) -> bool:
 def expect_in_flight(root: nn.Module, params: Iterable[Any]) -> None:
     """Attaches DeepSpeed's registry of gathers in flight to ``params``, so that :func:`land` can wait for them.
 
-    Parameters gathered ahead are empty until the next module waits for them, and that module never runs if a step ends
-    early. User code's reads and writes must wait as well."""
+    Parameters gathered ahead are not ready until the next module waits for them, and that module never runs if a step
+    ends early. User code's reads and writes must wait as well."""
     for p in params:
         p.ds_in_flight = root.ds_inflight_param_registry
 

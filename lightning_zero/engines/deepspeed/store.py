@@ -3,8 +3,8 @@
 With P parameters, parameter ``n`` has the key ``n``, and its gradient the key ``P + n``. Optimizers' states have no
 keys: see ``optimizer_step``.
 
-At stages 1 and 2 a parameter is always full, a view of DeepSpeed's buffer. At stage 3 DeepSpeed allocates it when its
-module runs, and empties it afterwards; an empty parameter has shape (0,). A parameter that user code has open lies in
+At stages 1 and 2 a parameter is always full, a view of DeepSpeed's buffer. At stage 3 DeepSpeed gathers it when its
+module runs, and frees its memory afterwards; the shape stays. A parameter that user code has open lies in
 memory of its own (its *spot*). So does, until the step ends, a parameter of which user code has touched older memory.
 """
 
@@ -62,7 +62,7 @@ class DeepSpeedStore:
         backward: Callable[[Callable[[], None]], None],
         before_bring: Callable[[Tensor], None],
     ) -> None:
-        self.hides_shapes = self._stage3 = params.stage3
+        self._stage3 = params.stage3
         self._views = views
         self._params: list[Any] = list(params.held)
         self._own: dict[int, int] = {id(p): key for key, p in enumerate(params.held)}  # id of a parameter -> its key
@@ -75,7 +75,7 @@ class DeepSpeedStore:
         self._buffers: dict[int, tuple[Any, int]] = {}  # stages 1 and 2: each buffer and its number of users
         if self._stage3:
             for p in params.held:
-                private.watch(p, self.before_empty)
+                private.watch(p, self.before_free)
 
     def begin(self) -> None:
         """Records versions and buffers, once DeepSpeed has laid out its memory."""
@@ -115,12 +115,10 @@ class DeepSpeedStore:
     def is_there(self, p: Tensor) -> bool:
         if self._under_way.is_between():
             return False  # so that a touch opens the parameter, and its values are stored when the window ends
-        if not self._stage3 or Phase.BACKWARD in self._under_way:
-            return True
         return not (private.is_partitioned(p) or private.is_ahead(p))
 
     def shard_of(self, p: Tensor) -> Tensor:
-        return p.new_empty(()).expand(private.full_shape(p))
+        return p
 
     def address(self, tensor: Tensor) -> int:
         cut = private.cut_of(tensor)
@@ -158,7 +156,7 @@ class DeepSpeedStore:
         self._leave(key, p)
 
     def _leave(self, key: int, p: Any) -> None:
-        """Puts ``p`` back into DeepSpeed's memory, or empties ``p`` if DeepSpeed has none for it."""
+        """Puts ``p`` back into DeepSpeed's memory, or frees it if DeepSpeed has none for it."""
         place, home = p.data, self._homes.pop(key, None)
         if home is not None:
             home.copy_(place)
@@ -166,7 +164,7 @@ class DeepSpeedStore:
         elif self.is_here(key):
             return
         else:
-            private.empty(p)
+            private.free(p)
         storage = place.untyped_storage()
         self._views.leave(p, storage, users_of(storage) - 1)
 
@@ -222,7 +220,7 @@ class DeepSpeedStore:
             for p in params:
                 self.bring(p)
 
-    def before_empty(self, p: Tensor) -> None:
+    def before_free(self, p: Tensor) -> None:
         """Is called before DeepSpeed frees the memory of ``p``."""
         key = self._own[id(p)]
         self.residency.close(key)
