@@ -49,8 +49,7 @@ from lightning_zero.engines.deepspeed.full_state import FullState, model_state
 from lightning_zero.engines.deepspeed.gradients import Gradients
 from lightning_zero.engines.deepspeed.optimizer_step import Joined, Pieces, parameters
 from lightning_zero.engines.deepspeed.order import Order
-from lightning_zero.engines.deepspeed.parameters import Parameters
-from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
+from lightning_zero.engines.deepspeed.parameters import Parameters, Phase
 from lightning_zero.engines.deepspeed.reductions import Reductions
 from lightning_zero.engines.deepspeed.store import DeepSpeedStore
 from lightning_zero.engines.materialize import Materializer, in_order_of_construction
@@ -84,7 +83,6 @@ class DeepSpeedEngine(Engine):
         self._agreement: Agreement | None = None
         self._optimizers: list[Optimizer] = []
         self._stage3 = config.stage == 3
-        self._under_way = UnderWay()
         self.settings: dict[str, Any] = {}
         """The config for ``deepspeed.initialize``; set before :meth:`shard`."""
 
@@ -104,8 +102,8 @@ class DeepSpeedEngine(Engine):
             self._agreement = run_agreement() or shared_agreement(self.config.timeout_seconds)
         forget_meshes()
         self.mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
-        self._order = Order(self._params, self._agreement, self.device.type == "cpu", self._under_way)
-        self._reductions = Reductions(self._params, self.config, self._under_way, self._agreement)
+        self._order = Order(self._params, self._agreement, self.device.type == "cpu")
+        self._reductions = Reductions(self._params, self.config, self._agreement)
         self._begin_residency()
         self._start_from_rank_0()
         self._full = FullState(self._params, self.mesh)
@@ -152,10 +150,8 @@ class DeepSpeedEngine(Engine):
         params = self._params
         self._views = Views({id(p): name for name, p in params.named.items()})
         self._gradients = Gradients(params, self._reductions)
-        self._store = DeepSpeedStore(
-            params, self._under_way, self._views, self._gradients, self.backward, self._order.gathers
-        )
-        self.reside(self._store, self._under_way.is_between)
+        self._store = DeepSpeedStore(params, self._views, self._gradients, self.backward, self._order.gathers)
+        self.reside(self._store, params.is_between)
         self._store.residency = self.residency
 
     def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:
@@ -178,7 +174,7 @@ class DeepSpeedEngine(Engine):
         self._engine = self._start(trainable, joined)
         if self._stage3:
             private.expect_in_flight(self.root, params.held)
-            private.ModuleHooks(self._engine, self.root, self._rests, self._before_module)
+            private.ModuleHooks(self._engine, self.root, params.is_between, self._before_module)
             if joined is not None:
                 self._order.follow_buckets(self._engine)
         if joined is not None:
@@ -205,10 +201,6 @@ class DeepSpeedEngine(Engine):
                     dist_init_required=False,
                 )
         return engine
-
-    def _rests(self) -> bool:
-        """Whether DeepSpeed's module hooks do nothing: between steps parameters are gathered when touched."""
-        return self._under_way.is_between()
 
     def _before_module(self, module: nn.Module) -> None:
         refuse_tracing()
@@ -255,7 +247,7 @@ class DeepSpeedEngine(Engine):
     @contextmanager
     def _in(self, phase: Phase) -> Iterator[None]:
         with ExitStack() as contexts:
-            contexts.enter_context(self._under_way.during(phase))
+            contexts.enter_context(self._params.during(phase))
             if self._stage3:
                 contexts.enter_context(private.linear_without_weights())
             yield
@@ -280,7 +272,7 @@ class DeepSpeedEngine(Engine):
         # Must happen before DeepSpeed adds to the pieces: otherwise user writes to gradients are lost.
         self._gradients.flush(averages=True)
         sync = self.reduces
-        if retains_graph and Phase.STEP in self._under_way:
+        if retains_graph and self._params.phase is Phase.STEP:
             self._store.keep_all()
         with DisableTorchFunction():
             with self._in(Phase.BACKWARD):

@@ -27,8 +27,7 @@ from lightning_zero.comm.agree import IN_STEP, Agreement
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.order import Order
-from lightning_zero.engines.deepspeed.parameters import Parameters
-from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
+from lightning_zero.engines.deepspeed.parameters import Parameters, Phase
 
 _OUTSIDE = (
     "loss.backward() outside of training_step: at stages 2 and 3 DeepSpeed adds each gradient to the step as it"
@@ -44,7 +43,6 @@ class Reductions:
     """Follows the gradients of one window after the other.
 
     Args:
-        under_way: The engine's current activities.
         agreement: Channel to all ranks; ``None`` if they use the same parameters.
 
     Attributes:
@@ -52,10 +50,8 @@ class Reductions:
         window_open: True between a window's first backward and its agreement: gradients are partial sums.
     """
 
-    def __init__(
-        self, params: Parameters, config: ZeroConfig, under_way: UnderWay, agreement: Agreement | None
-    ) -> None:
-        self._params, self._stage, self._under_way = params, config.stage, under_way
+    def __init__(self, params: Parameters, config: ZeroConfig, agreement: Agreement | None) -> None:
+        self._params, self._stage = params, config.stage
         self._fills, self._agreement = config.find_unused_parameters, agreement
         self._trained: Sequence[Tensor] = ()
         self._arrived: set[Tensor] = set()  # in this backward
@@ -88,7 +84,7 @@ class Reductions:
             ValueError: If the gradient comes from a backward outside the engine's step, or if DeepSpeed has a gradient
                 of ``p`` from this backward already.
         """
-        if Phase.BACKWARD not in self._under_way:
+        if self._params.phase is not Phase.BACKWARD:
             if self._stage > 1:
                 raise ValueError(_OUTSIDE)
             self._give(p)

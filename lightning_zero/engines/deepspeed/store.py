@@ -4,13 +4,12 @@ With P parameters, parameter ``n`` has the key ``n``, and its gradient the key `
 keys: see ``optimizer_step``.
 
 At stages 1 and 2 a parameter is always full, a view of DeepSpeed's buffer. At stage 3 DeepSpeed gathers it when its
-module runs, and frees its memory afterwards; the shape stays. A parameter that user code has open lies in
-memory of its own (its *spot*). So does, until the step ends, a parameter of which user code has touched older memory.
+module runs, and frees its memory afterwards; the shape stays. Between steps a parameter that user code touches is
+gathered into memory of its own.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.gradients import Gradients
-from lightning_zero.engines.deepspeed.parameters import Parameters
-from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
+from lightning_zero.engines.deepspeed.parameters import Parameters, Phase
 from lightning_zero.engines.refusals import require_shape
 from lightning_zero.engines.residency import Residency, Views
 from lightning_zero.private.torch import (
@@ -43,7 +41,6 @@ class DeepSpeedStore:
 
     Args:
         params: The module's parameters, with masters and gradients once an optimizer is attached.
-        under_way: The engine's current activities.
         backward: The engine's ``backward``, for a backward that user code starts inside a step.
         views: Memory left to views.
         before_bring: Called before a parameter is gathered in a step.
@@ -56,7 +53,6 @@ class DeepSpeedStore:
     def __init__(
         self,
         params: Parameters,
-        under_way: UnderWay,
         views: Views,
         gradients: Gradients,
         backward: Callable[[Callable[[], None]], None],
@@ -66,9 +62,7 @@ class DeepSpeedStore:
         self._views = views
         self._params: list[Any] = list(params.held)
         self._own: dict[int, int] = {id(p): key for key, p in enumerate(params.held)}  # id of a parameter -> its key
-        self._homes: dict[int, Tensor] = {}  # key -> DeepSpeed's memory of a parameter that lies in a spot
-        self._aliases: dict[int, list[weakref.ref[Tensor]]] = {}  # key -> p.data and p.detach() in DeepSpeed's memory
-        self._module, self._under_way, self._gradients = params, under_way, gradients
+        self._module, self._gradients = params, gradients
         self._backward, self._before_bring = backward, before_bring
         self._versions: dict[int, int] = {}  # key -> the parameter's version when it was last stored
         self._maybe_written: set[int] = set()  # keys of writes that a version does not show
@@ -89,7 +83,6 @@ class DeepSpeedStore:
         """Drops all parameters, which are ordinary tensors again."""
         self._own.clear()
         self._params.clear()
-        self._homes.clear()
         self._buffers.clear()
 
     @property
@@ -113,7 +106,7 @@ class DeepSpeedStore:
         return f"parameter {found!r}" if key == number else f"the gradient of parameter {found!r}"
 
     def is_there(self, p: Tensor) -> bool:
-        if self._under_way.is_between():
+        if self._module.is_between():
             return False  # so that a touch opens the parameter, and its values are stored when the window ends
         return not (private.is_partitioned(p) or private.is_ahead(p))
 
@@ -147,26 +140,15 @@ class DeepSpeedStore:
 
     def is_held(self, key: int) -> bool:
         p = self._params[key]
-        in_place = self.is_here(key) and key not in self._homes
-        return not in_place and self._views.are_held(p, users_of(p.untyped_storage()) - 1)
+        return not self.is_here(key) and self._views.are_held(p, users_of(p.untyped_storage()) - 1)
 
     def close(self, key: int) -> None:
         p = self._params[key]
         self._store(p)
-        self._leave(key, p)
-
-    def _leave(self, key: int, p: Any) -> None:
-        """Puts ``p`` back into DeepSpeed's memory, or frees it if DeepSpeed has none for it."""
-        place, home = p.data, self._homes.pop(key, None)
-        if home is not None:
-            home.copy_(place)
-            set_data(p, home)
-        elif self.is_here(key):
-            return
-        else:
+        if not self.is_here(key):
+            storage = p.untyped_storage()
             private.free(p)
-        storage = place.untyped_storage()
-        self._views.leave(p, storage, users_of(storage) - 1)
+            self._views.leave(p, storage, users_of(storage))
 
     # -- writes --------------------------------------------------------------------------------------------------
 
@@ -177,26 +159,22 @@ class DeepSpeedStore:
         if private.is_managed(p):
             private.store_part(p)
         key, shards = self._own[id(p)], self._module.shards
-        if (home := self._homes.get(key)) is not None:
-            home.copy_(p)
         if shards is not None and p in shards:
             shards.adopt(p)
         self._versions[key] = version_of(p)
         self._maybe_written.discard(key)
 
     def _is_written(self, key: int, p: Tensor) -> bool:
-        return key in self._homes or key in self._maybe_written or self._versions.get(key) != version_of(p)
+        return key in self._maybe_written or self._versions.get(key) != version_of(p)
 
     def settle(self) -> None:
-        """Stores all that was written inside a step, and moves parameters back into DeepSpeed's memory."""
+        """Stores all that was written inside a step."""
         held = {key for key, (each, num) in self._buffers.items() if users_of(each) > num or _is_numpys(each)}
         if held:  # user code holds these buffers and may write to them at any time
             self._maybe_written.update(key for key, p in enumerate(self._params) if _memory(p) in held)
         for key, p in enumerate(self._params):
             if not private.is_partitioned(p) and self._is_written(key, p):
                 self._store(p)
-                if key in self._homes:
-                    self._leave(key, p)
 
     def stepped(self, params: Iterable[Tensor]) -> None:
         """Records that an optimizer has changed ``params``; a backward through older graphs raises afterwards."""
@@ -206,13 +184,13 @@ class DeepSpeedStore:
         self._versions.update((self._own[id(p)], version_of(p)) for p in changed)
 
     def written(self, p: Tensor) -> None:
-        if not self._under_way.is_between() and Phase.BACKWARD not in self._under_way:
+        if not self._module.is_between():
             self._maybe_written.add(self._own[id(p)])
 
     # -- memory that user code holds -----------------------------------------------------------------------------
 
     def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
-        if aliases and self._stage3 and Phase.BACKWARD not in self._under_way:
+        if aliases and self._stage3:
             with DisableTorchFunction():
                 for p in params:
                     self._views.take(p, result)
@@ -226,7 +204,6 @@ class DeepSpeedStore:
         self.residency.close(key)
         if self._is_written(key, p) or _is_numpys(p.untyped_storage()):
             self._store(p)
-        self._homes.pop(key, None)
         self._views.leave_in_step(p, lambda: (p.untyped_storage(), users_of(p.untyped_storage()) - 1))
 
     # -- calls ---------------------------------------------------------------------------------------------------
@@ -249,7 +226,7 @@ class DeepSpeedStore:
         self._gradients.write(p, value)
 
     def backward(self, func: Any, run: Callable[[], Any]) -> Any:
-        in_step = Phase.STEP in self._under_way and Phase.BACKWARD not in self._under_way
+        in_step = self._module.phase is Phase.STEP
         if func is torch.autograd.grad:
             if in_step:
                 self.keep_all()
@@ -261,27 +238,22 @@ class DeepSpeedStore:
         """Does nothing: the collective's writes are stored when the window ends."""
 
     def aliased(self, p: Tensor, alias: Tensor) -> None:
-        key = self._own[id(p)]
-        if self.is_here(key):
-            alive = [each for each in self._aliases.get(key, ()) if each() is not None]
-            self._aliases[key] = [*alive, weakref.ref(alias)]
-        elif self._under_way.is_between():
+        if not self.is_here(self._own[id(p)]):
             self._views.take(p, alias)
 
     def assign_data(self, p: Tensor, value: Tensor) -> None:
         require_shape("data", p, value)
-        if _lie_alike(value, p):
+        if value.data_ptr() == p.data_ptr() and value.stride() == p.stride():
             return
-        key = self._own[id(p)]
-        if self.is_here(key) and key not in self._homes:
-            for each in self._aliases.pop(key, ()):
-                if (alias := each()) is not None and _memory(alias) == _memory(p):  # an alias keeps the old values
-                    set_data(alias, alias.clone())
-            self._homes[key] = p.data
-        self._views.moved(p)
-        if any(_memory(value) == _memory(each) for each in self._params):
-            value = value.clone()  # value lies in another parameter's memory, which DeepSpeed may free
-        set_data(p, value.detach())
+        storage, (_, num) = p.untyped_storage(), self._buffers.get(_memory(p), (None, 1))
+        if self._views.are_shared(p, users_of(storage) - num):
+            raise ValueError(
+                f"{self.name(self._own[id(p)])}: p.data = value, while a view of the memory of p is held (p.data,"
+                " p.detach(), a slice, or one that autograd has saved for a backward). With engine='deepspeed' the view"
+                " would get the new values: clone() it before, write p.data.copy_(value) instead if it shall get them,"
+                " or use engine='fsdp2'."
+            )
+        p.data.copy_(value)
         self.written(p)
 
     def keep_all(self) -> None:
@@ -302,8 +274,3 @@ def _memory(tensor: Tensor) -> int:
 def _is_numpys(memory: Any) -> bool:
     """Whether NumPy may share ``memory``; NumPy's writes change no version counter."""
     return memory.device.type == "cpu" and not memory.resizable()
-
-
-def _lie_alike(a: Tensor, b: Tensor) -> bool:
-    same = _memory(a) == _memory(b)
-    return same and a.storage_offset() == b.storage_offset() and a.stride() == b.stride()
