@@ -408,21 +408,20 @@ class ZeroConfig:
             raise ValueError(
                 f"offload.ratio={offload.ratio!r} with stage={self.stage}: use stage=3, or leave it unset."
             )
-        if self.compile.target != "none" and self.stage == 3:
+        if self.compile.target != "none":
             raise ValueError(
-                f"compile={self.compile.target!r} with engine='deepspeed' at stage 3, which gathers inside units and so"
-                " breaks the graph: use stage=2, or engine='fsdp2'."
+                f"compile={self.compile.target!r} with engine='deepspeed', which has no units: use engine='fsdp2', or"
+                " call torch.compile yourself, at stage 1 or 2."
             )
         if self.activation_checkpointing.target == "selective" and self.stage == 3:
             raise ValueError(
                 "activation_checkpointing='selective' with engine='deepspeed' at stage 3, which must recompute all of a"
                 " unit to know when to gather: use 'full', stage 1 or 2, or engine='fsdp2'."
             )
-        if self.units is not None and {self.activation_checkpointing.target, self.compile.target} == {"none"}:
+        if self.units is not None and self.activation_checkpointing.target == "none":
             raise ValueError(
                 f"units={self.units!r} with engine='deepspeed', which gathers each module separately, and uses units"
-                " only to recompute or compile: set activation_checkpointing='full' or compile='units', leave it unset,"
-                " or use engine='fsdp2'."
+                " only to recompute: set activation_checkpointing='full', leave it unset, or use engine='fsdp2'."
             )
 
     @classmethod

@@ -55,7 +55,7 @@ from lightning_zero.engines.deepspeed.store import DeepSpeedStore
 from lightning_zero.engines.materialize import Materializer, in_order_of_construction
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.optimizer_step import ShardedStep
-from lightning_zero.engines.plain_copies import PlainCopies, pickle_plainly
+from lightning_zero.engines.plain_copies import PlainCopies
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.refusals import (
     refuse_held_views,
@@ -168,7 +168,7 @@ class DeepSpeedEngine(Engine):
         if not self._stage3:
             for p in params.held:
                 p.data = p.data.contiguous()  # DeepSpeed views the memory as bytes
-        copies = PlainCopies(params.module, private.is_on_modules)
+        copies = PlainCopies(params.module, private.is_ours)
         joined = Joined(trainable, optimizers) if optimizers and trainable else None
         self._trained = set(trainable)
         self._engine = self._start(trainable, joined)
@@ -185,14 +185,15 @@ class DeepSpeedEngine(Engine):
                 optimizer.zero_grad = self._gradients.zero_grad_of(optimizer)  # type: ignore[method-assign]
         self._store.begin()
         copies.begin()  # undone by private.end
-        pickle_plainly(params.held, self._plain, private.attributes)
+        private.pickle_plainly(params.held)
 
     def _start(self, trainable: list[nn.Parameter], joined: Joined | None) -> Any:
         """Returns DeepSpeed's engine, whose flats hold ``trainable``, grouped as in ``joined`` (collective)."""
         params = self._params
         with private.environment(self.device), params.without_others(self.root):
             deepspeed = private.prepare(self.device)
-            with DisableTorchFunction(), private.starting(Joined), private.marking(params.held):
+            marked = [*params.held, *self.root.modules()]
+            with DisableTorchFunction(), private.starting(Joined), private.marking(marked):
                 engine, *_ = deepspeed.initialize(
                     model=self.root,
                     optimizer=joined,
@@ -206,12 +207,6 @@ class DeepSpeedEngine(Engine):
         refuse_tracing()
         refuse_transforms("stage 3 of engine='deepspeed'", "stage=2, engine='fsdp2'")
         self._order.gathers(module)
-
-    def _plain(self, p: Tensor) -> Tensor:
-        """Returns a copy of the full values of ``p`` (collective at stage 3)."""
-        self.residency.touch([p])
-        with torch.no_grad(), DisableTorchFunction():
-            return p.detach().clone()
 
     @property
     def known_parameters(self) -> Collection[Tensor]:

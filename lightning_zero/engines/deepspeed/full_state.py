@@ -102,22 +102,22 @@ def model_state(
     def here(kind: str, tensor: Tensor, moves: bool = False) -> None:
         """Counts bytes of this rank; without an accelerator, a tensor that offload ``moves`` counts as host memory."""
         on_host = moves if device.type == "cpu" else tensor.device.type == "cpu"
-        state.add_bytes(kind, tensor.numel() * tensor.element_size(), "host" if on_host else "device")
+        state.add_bytes(kind, tensor.nbytes, "host" if on_host else "device")
 
     for p in params.named.values():
         state.full["parameters"] += p.nbytes
         if not private.is_partitioned(p):
-            here("parameters", p.detach())
+            here("parameters", p)
         if (cut := private.cut_of(p)) is not None:
-            here("parameters", cut.detach(), config.offloads_parameters)
+            here("parameters", cut, config.offloads_parameters)
     if shards is not None:
         for i in {piece.flat for piece in shards.pieces.values()}:
             here("parameters", shards.flat_master(i), config.offloads_optimizer)
         for flat in shards.grad_buffers():
             here("gradients", flat, config.offloads_optimizer)
-        state.full["gradients"] += sum(p.nbytes for p in shards.with_grad)
+        state.full["gradients"] = sum(p.nbytes for p in shards.with_grad)
     for _, value in states_of(optimizers):
-        state.full["optimizer"] += value.numel() * value.element_size()
+        state.full["optimizer"] += value.nbytes
         if isinstance(value, LeftState):
             shard = value.shard
             value = shard.part if isinstance(shard, private.Assembly) else local(shard)

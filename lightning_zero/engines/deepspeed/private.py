@@ -130,9 +130,6 @@ DEEPSPEED = Library(
     ),
 )
 
-ACCELERATORS = ("cpu", "cuda", "xpu", "hpu")
-"""Device types that DeepSpeed and PyTorch call by the same name."""
-
 
 class Piece(NamedTuple):
     """This rank's part of one parameter."""
@@ -153,7 +150,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Assembly:
-    """A function that assembles the full tensor of which ``part``, 1-D, is this rank's piece (collective)."""
+    """A function that assembles the full tensor of which ``part``, 1-D, is this rank's piece (collective), even when
+    DeepSpeed is gone. The sum over ranks is exact, because each element is non-zero on one rank only."""
 
     shape: torch.Size
     first: int
@@ -177,22 +175,17 @@ class Assembly:
 
 @contextlib.contextmanager
 def environment(device: torch.device) -> Iterator[None]:
-    """Sets the environment variables that DeepSpeed reads while it starts."""
-    changes = {"DS_ACCELERATOR": device.type if device.type in ACCELERATORS else None}
-    if "LOCAL_RANK" not in os.environ:
-        changes["LOCAL_RANK"] = str(device.index or 0)
-    if "LOCAL_SIZE" not in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
-        changes["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # the CPU accelerator's number of devices
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update({name: value for name, value in changes.items() if value is not None})
+    """Sets the environment variables that DeepSpeed reads while it starts, unless they are set."""
+    needed = {"LOCAL_RANK": str(device.index or 0), "DS_ACCELERATOR": device.type}
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        needed["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # the CPU accelerator's number of devices
+    added = needed.keys() - os.environ.keys()
+    os.environ.update({name: needed[name] for name in added})
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in added:
+            del os.environ[name]
 
 
 def prepare(device: torch.device) -> Any:
@@ -253,7 +246,7 @@ def use_accelerator(device: torch.device) -> None:
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
     kind = device.type
-    if get_accelerator().device_name() != kind and kind in ACCELERATORS:
+    if get_accelerator().device_name() != kind:
         home = import_module(f"deepspeed.accelerator.{kind}_accelerator")
         set_accelerator(getattr(home, f"{kind.upper()}_Accelerator")())
 
@@ -347,31 +340,33 @@ def sharder(config: dict[str, Any]) -> Callable[[list[nn.Parameter]], None]:
     return shard
 
 
-_ON_PARAMETERS = {"__reduce_ex__"}  # set by plain_copies
+_OURS = {"__getstate__", "__reduce_ex__"}
+"""Names of attributes of parameters and modules that are DeepSpeed's or this engine's."""
 
 
 @contextlib.contextmanager
-def marking(params: Iterable[Any]) -> Iterator[None]:
-    """Takes all attributes that ``params`` get inside the context as DeepSpeed's, on any parameter."""
-    before = {p: set(vars(p)) for p in params}
+def marking(objects: Iterable[Any]) -> Iterator[None]:
+    """Takes all attributes that ``objects`` get inside the context as DeepSpeed's, on any parameter and module."""
+    before = [(each, set(vars(each))) for each in objects]
     yield
-    for p, names in before.items():
-        _ON_PARAMETERS.update(set(vars(p)) - names)
+    for each, names in before:
+        _OURS.update(vars(each).keys() - names)
 
 
-def is_on_parameters(name: str) -> bool:
-    """Whether a parameter's attribute of this name is DeepSpeed's or this engine's."""
-    return name in _ON_PARAMETERS or name.startswith(("ds_", "_ds_"))
+def is_ours(name: str) -> bool:
+    """Whether an attribute of this name is not the user's."""
+    return name in _OURS or name.startswith(("ds_", "_ds_"))
 
 
 def attributes(p: Any) -> dict[str, Any]:
     """Returns the attributes that user code has set on ``p``."""
-    return {name: value for name, value in vars(p).items() if not is_on_parameters(name)}
+    return {name: value for name, value in vars(p).items() if not is_ours(name)}
 
 
-def _without_marks(p: Any) -> None:
-    for name in list(filter(is_on_parameters, vars(p))):
-        delattr(p, name)
+def pickle_plainly(params: Iterable[Any]) -> None:
+    """Has ``torch.save`` write only :func:`attributes` of ``params`` besides their values."""
+    for p in params:
+        p.__getstate__ = partial(attributes, p)
 
 
 _TO_RELEASE = "_PartitionedParameterCoordinator__params_to_release"
@@ -448,15 +443,8 @@ class Shards(ABC):
     def __contains__(self, p: Any) -> bool:
         return p in self.pieces
 
-    def assemble(self, p: Tensor, local: Tensor) -> Tensor:
-        """Returns the full tensor of which ``local`` is this rank's piece (collective).
-
-        The sum over ranks is exact, because each element is non-zero on one rank only.
-        """
-        return self.assembly(p, local)()
-
     def assembly(self, p: Tensor, local: Tensor) -> Assembly:
-        """Returns the function that does the same later, even when DeepSpeed is gone."""
+        """Returns the function that assembles the full tensor of which ``local`` is this rank's piece."""
         return Assembly(p.shape, self.pieces[p].offset, local)
 
     def cut(self, p: Tensor, full: Tensor) -> Tensor:
@@ -915,17 +903,6 @@ def end(engine: Any, root: nn.Module, failed: bool) -> None:
     FWD_MODULE_STACK.clear()
     released = getattr(PartitionedParameterCoordinator, _TO_RELEASE)
     inspect.getclosurevars(released).nonlocals["func"].cache_clear()  # a cache by module, which keeps modules alive
-    for module in root.modules():
-        for name in list(vars(module)):
-            if is_on_modules(name) or name == "__reduce_ex__":  # the latter is set by plain_copies
-                delattr(module, name)
-    for parameter in root.parameters():
-        _without_marks(parameter)
-
-
-def is_on_modules(name: str) -> bool:
-    """Whether a module's attribute of this name is DeepSpeed's."""
-    return name.startswith("ds_") or name in _ON_MODULES
-
-
-_ON_MODULES = ("_external_params", "all_parameters", "register_external_parameter")
+    for each in (*root.modules(), *root.parameters()):
+        for name in list(filter(is_ours, vars(each))):
+            delattr(each, name)

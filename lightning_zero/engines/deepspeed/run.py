@@ -1,4 +1,4 @@
-"""The parts of a ``deepspeed`` run outside the engine: its config, recomputation, compiling.
+"""The parts of a ``deepspeed`` run outside the engine: its config and recomputation.
 
 :class:`~lightning_zero.engines.run.EngineRun` defines the order in which a run calls these methods.
 """
@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine
-from lightning_zero.engines.compiled import CompiledUnits
 from lightning_zero.engines.deepspeed.ds_config import RunFacts, ds_config
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.recompute import Recomputed
@@ -36,7 +35,6 @@ class DeepSpeedRun(EngineRun):
         require_deepspeed()
         super().__init__(config)
         self._recomputed: Recomputed | None = None
-        self._compiled: CompiledUnits | None = None
 
     def check_optimizers(self, optimizers: Collection[Optimizer]) -> None:
         """Raises ``ValueError`` for DeepSpeed's compiled optimizers."""
@@ -64,7 +62,7 @@ class DeepSpeedRun(EngineRun):
         agreement: Agreement,
         place: Place,
     ) -> None:
-        """Checks settings and file against the run, and sets up recomputation and compilation (collective).
+        """Checks settings and file against the run, and sets up recomputation (collective).
 
         Raises:
             ValueError: On every rank, before anything is sharded.
@@ -81,27 +79,14 @@ class DeepSpeedRun(EngineRun):
                 f"{raw.origin}: {', '.join(raw.unused)} has no effect here, because the module and Lightning control"
                 " batches, steps, optimizers and logs."
             )
-        self._change_calls(module, engine.device)
-
-    def _change_calls(self, module: nn.Module, device: torch.device) -> None:
-        """Makes units recompute and compiles them, as the settings say. DeepSpeed has no units, so those that
-        ``fully_shard`` would use are taken."""
-        recomputes, compiles = self.config.activation_checkpointing, self.config.compile
-        if recomputes.target == compiles.target == "none":
-            return
-        plan = plan_units(module, self.config.units, self.config.min_unit_numel)
-        units = {unit.name: unit.module for unit in plan.units if unit.name != ROOT}
-        self._recomputed = Recomputed(recomputes, module, [*units.values()], device)
-        if compiles.target == "units":
-            self._compiled = CompiledUnits(compiles, units.items(), self._recomputed)
-        self._recomputed.begin(but=self._compiled.modules if self._compiled is not None else ())
-
-    # -- the end -------------------------------------------------------------------------------------------------
+        recomputes = self.config.activation_checkpointing
+        if recomputes.target != "none":  # DeepSpeed has no units, so those that fully_shard would use are taken
+            plan = plan_units(module, self.config.units, self.config.min_unit_numel)
+            units = [unit.module for unit in plan.units if unit.name != ROOT]
+            self._recomputed = Recomputed(recomputes, module, units, engine.device)
+            self._recomputed.begin()
 
     def end(self) -> None:
-        if self._compiled is not None:
-            self._compiled.undo()
-            self._compiled = None
         if self._recomputed is not None:
             self._recomputed.undo()
             self._recomputed = None
