@@ -192,8 +192,8 @@ class DeepSpeedEngine(Engine):
         params = self._params
         with private.environment(self.device), params.without_others(self.root):
             deepspeed = private.prepare(self.device)
-            marked = [*params.held, *self.root.modules()]
-            with DisableTorchFunction(), private.starting(Joined), private.marking(marked):
+            marked, sharded = [*params.held, *self.root.modules()], params.held if self._stage3 else ()
+            with DisableTorchFunction(), private.starting(Joined, sharded), private.marking(marked):
                 engine, *_ = deepspeed.initialize(
                     model=self.root,
                     optimizer=joined,

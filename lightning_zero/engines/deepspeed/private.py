@@ -252,7 +252,7 @@ def use_accelerator(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def starting(joined: type) -> Iterator[None]:
+def starting(joined: type, sharded: Iterable[Any]) -> Iterator[None]:
     """Context of ``deepspeed.initialize``, which here leaves out
 
     - the broadcast of rank 0's parameters, which ranks have already: it fails on 0-dim ones;
@@ -260,6 +260,8 @@ def starting(joined: type) -> Iterator[None]:
     - residency's interception in its hooks of gradients;
     - the check for DeepSpeed's own CPU Adam if ``offload.ratio`` is below 1. DeepSpeed would step some masters on the
       device itself, but here users' own optimizers step all masters. ``joined`` is the optimizer that DeepSpeed gets.
+
+    Stage 3 formats all parameters as text, so inside the context those that are ``sharded`` already are really empty.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero import parameter_offload, stage3, stage_1_and_2
@@ -275,6 +277,9 @@ def starting(joined: type) -> Iterator[None]:
             (stage_1_and_2, "register_grad_hook", lambda p, hook: register(p, _plainly(hook))),
         ):
             stack.enter_context(_instead(home, name, value))
+        for p in sharded:
+            set_data(p, torch.empty(0, dtype=p.dtype, device=p.device))
+            stack.callback(free, p)
         yield
 
 
