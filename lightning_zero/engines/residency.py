@@ -249,11 +249,6 @@ class Views:
         """As :meth:`leave`, for a ``p`` that is about to be dropped, whose memory graphs hold as well."""
         return (id(p) in self._with_graph or id(p) in self._aliases) and self.leave(p, *memory())
 
-    def are_shared(self, p: Tensor, num_others: int) -> bool:
-        """Whether user code or a graph holds the memory of ``p``, in which ``num_others`` tensors are not the engine's
-        own."""
-        return num_others > len(self._aliases.get(id(p), ()))
-
     def are_held(self, p: Tensor, num_others: int) -> bool:
         """Whether user code holds the memory of ``p``, in which ``num_others`` tensors are not the engine's own."""
         in_graph = sum(map(is_in_graph_alone, self._with_graph.get(id(p), ())))

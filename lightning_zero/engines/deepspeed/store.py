@@ -10,6 +10,7 @@ gathered into memory of its own.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -62,6 +63,7 @@ class DeepSpeedStore:
         self._views = views
         self._params: list[Any] = list(params.held)
         self._own: dict[int, int] = {id(p): key for key, p in enumerate(params.held)}  # id of a parameter -> its key
+        self._aliases: dict[int, list[weakref.ref[Tensor]]] = {}  # stages 1 and 2: key -> p.data and p.detach()
         self._module, self._gradients = params, gradients
         self._backward, self._before_bring = backward, before_bring
         self._versions: dict[int, int] = {}  # key -> the parameter's version when it was last stored
@@ -238,22 +240,31 @@ class DeepSpeedStore:
         """Does nothing: the collective's writes are stored when the window ends."""
 
     def aliased(self, p: Tensor, alias: Tensor) -> None:
-        if not self.is_here(self._own[id(p)]):
+        key = self._own[id(p)]
+        if not self._stage3:
+            alive = [each for each in self._aliases.get(key, ()) if each() is not None]
+            self._aliases[key] = [*alive, weakref.ref(alias)]
+        elif not self.is_here(key):
             self._views.take(p, alias)
 
     def assign_data(self, p: Tensor, value: Tensor) -> None:
         require_shape("data", p, value)
         if value.data_ptr() == p.data_ptr() and value.stride() == p.stride():
             return
-        storage, (_, num) = p.untyped_storage(), self._buffers.get(_memory(p), (None, 1))
-        if self._views.are_shared(p, users_of(storage) - num):
+        key, shards = self._own[id(p)], self._module.shards
+        if self._stage3 or shards is None or p not in shards:
+            self._views.moved(p)
+            set_data(p, value.detach())
+        elif not self._module.is_between():
             raise ValueError(
-                f"{self.name(self._own[id(p)])}: p.data = value, while a view of the memory of p is held (p.data,"
-                " p.detach(), a slice, or one that autograd has saved for a backward). With engine='deepspeed' the view"
-                " would get the new values: clone() it before, write p.data.copy_(value) instead if it shall get them,"
-                " or use engine='fsdp2'."
+                f"{self.name(key)}: p.data = value inside a step moves the parameter out of DeepSpeed's buffer: write"
+                " p.data.copy_(value), do it in a hook, or use engine='fsdp2' (or stage=3)."
             )
-        p.data.copy_(value)
+        else:  # p must stay in DeepSpeed's buffer, but its aliases keep the old values
+            for alias in [each() for each in self._aliases.pop(key, ())]:
+                if alias is not None:
+                    set_data(alias, alias.clone())
+            p.data.copy_(value)
         self.written(p)
 
     def keep_all(self) -> None:
