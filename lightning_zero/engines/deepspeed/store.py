@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lightning_zero.engines.deepspeed.gradients import Gradients
 from lightning_zero.engines.deepspeed.parameters import Parameters, Phase
 from lightning_zero.engines.refusals import require_shape
 from lightning_zero.engines.residency import Residency, Views
+from lightning_zero.engines.torch_functions import tensors_in
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     set_data,
@@ -192,13 +194,22 @@ class DeepSpeedStore:
     # -- memory that user code holds -----------------------------------------------------------------------------
 
     def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
-        if aliases and self._stage3:
-            with DisableTorchFunction():
-                for p in params:
-                    self._views.take(p, result)
-        if first is None and self._stage3:  # a compiled graph, whose backward computes with the parameters themselves
+        if not self._stage3:
+            return
+        with DisableTorchFunction():
+            for p in params if aliases else ():
+                self._views.take(p, result)
+            if torch.is_grad_enabled():
+                before = partial(self._gather_again, params)
+                for node in {t.grad_fn for t in tensors_in((result,)) if t.grad_fn is not None}:
+                    node.register_prehook(before)
+
+    def _gather_again(self, params: Sequence[Tensor], grads: Any) -> None:
+        """Is called before a node of autograd that may have saved ``params``; their module's backward may not run."""
+        with DisableTorchFunction(), torch.no_grad():
             for p in params:
-                self.bring(p)
+                if not self.is_there(p):
+                    self.bring(p)
 
     def before_free(self, p: Tensor) -> None:
         """Is called before DeepSpeed frees the memory of ``p``."""
