@@ -1,8 +1,8 @@
 """Gradients under the engine ``deepspeed`` are DDP's whichever parameters a backward uses, wherever masters lie and
 whether or not DeepSpeed reduces beside the backward.
 
-A failure of ``SecondBackward`` is about what one backward leaves for the next, of ``Heads`` about windows, of ``OwnHead``
-about what ranks reduce together. ``overlap_comm`` is the default on CUDA.
+A failure of ``SecondBackward`` is about what one backward leaves for the next, of ``Heads`` about windows, of
+``OwnHead`` about what ranks reduce together. ``overlap_comm`` is the default on CUDA.
 """
 
 from __future__ import annotations
