@@ -117,10 +117,8 @@ class DeepSpeedEngine(Engine):
             return
         materializer = Materializer(self.module, self.device, self._initializing)
         groups: dict[nn.Module, list[Any]] = {m: [] for m, _ in in_order_of_construction(self.module)}
-        owners = {
-            p: m for m in groups for p in own_parameters(m).values() if p in params.held
-        }  # the last, if it is tied
-        for p, owner in owners.items():
+        # The last module that has a tied parameter shards it.
+        for p, owner in {p: m for m in groups for p in own_parameters(m).values() if p in params.held}.items():
             groups[owner].append(p)
         with private.environment(self.device):
             private.prepare(self.device)
@@ -168,7 +166,7 @@ class DeepSpeedEngine(Engine):
         if not self._stage3:
             for p in params.held:
                 p.data = p.data.contiguous()  # DeepSpeed views the memory as bytes
-        copies = PlainCopies(params.module, private.is_ours)
+        copies = PlainCopies(self.module, private.is_ours)
         joined = Joined(trainable, optimizers) if optimizers and trainable else None
         self._trained = set(trainable)
         self._engine = self._start(trainable, joined)

@@ -345,7 +345,7 @@ def sharder(config: dict[str, Any]) -> Callable[[list[nn.Parameter]], None]:
     return shard
 
 
-_OURS = {"__getstate__", "__reduce_ex__"}
+_OURS = {"__reduce_ex__"}
 """Names of attributes of parameters and modules that are DeepSpeed's or this engine's."""
 
 
@@ -369,9 +369,15 @@ def attributes(p: Any) -> dict[str, Any]:
 
 
 def pickle_plainly(params: Iterable[Any]) -> None:
-    """Has ``torch.save`` write only :func:`attributes` of ``params`` besides their values."""
+    """Has ``torch.save`` write the values and the user's attributes of ``params``, without DeepSpeed's buffer."""
+
+    def reduced(p: Any, protocol: Any) -> Any:
+        plain = nn.Parameter(p.data.clone(), p.requires_grad)
+        vars(plain).update(attributes(p))
+        return plain.__reduce_ex__(protocol)
+
     for p in params:
-        p.__getstate__ = partial(attributes, p)
+        p.__reduce_ex__ = partial(reduced, p)
 
 
 _TO_RELEASE = "_PartitionedParameterCoordinator__params_to_release"
