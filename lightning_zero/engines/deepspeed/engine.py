@@ -171,7 +171,6 @@ class DeepSpeedEngine(Engine):
         self._trained = set(trainable)
         self._engine = self._start(trainable, joined)
         if self._stage3:
-            private.expect_in_flight(self.root, params.held)
             private.ModuleHooks(self._engine, self.root, params.is_between, self._before_module)
             if joined is not None:
                 self._order.follow_buckets(self._engine)
@@ -386,7 +385,7 @@ class DeepSpeedEngine(Engine):
 def _refuse_compiled(module: nn.Module) -> None:
     """Raises ``ValueError`` for compiled code of a module at stage 3.
 
-    DeepSpeed's hooks break the graph before each submodule, and parameters change their shape from use to use."""
+    DeepSpeed's hooks break the graph before each submodule."""
     for name, each in module.named_modules():
         if is_compiled(each):
             raise ValueError(

@@ -116,7 +116,6 @@ DEEPSPEED = Library(
         Needed(f"{_STAGE3}._reassign_or_swap_out_partitioned_parameters", takes="self, sub_group_id"),
         Needed(f"{_STAGE3}.invalidate_secondary_tensor", takes="self"),
         *(Needed(f"{_OFFLOAD}.{name}", takes="self") for name in ("partition_all_parameters", "get_param_coordinator")),
-        Needed(_COORDINATOR, stores="hierarchy"),
         Needed(f"{_COORDINATOR}.reset_step", takes="self"),
         Needed(f"{_ZERO}.parameter_offload:FWD_MODULE_STACK"),
         Needed(f"{_COORDINATOR}.trace_prologue", takes="self, sub_module"),
@@ -446,7 +445,7 @@ class Shards(ABC):
     """
 
     def __init__(self, engine: Any) -> None:
-        self.zero = engine.optimizer
+        self.engine, self.zero = engine, engine.optimizer
         self.pieces: dict[Tensor, Piece] = {}
         self.with_grad: set[Tensor] = set()
         self._find_pieces()
@@ -639,13 +638,8 @@ class Shards3(Shards):
     def after_backward(self, takes: bool) -> None:
         self.zero._epilogue_ran_this_backward = False
 
-    def reshard(self) -> None:
-        """Reshards all parameters, so that every rank holds only its shards."""
-        self.zero.parameter_offload.partition_all_parameters()
-        self.zero.parameter_offload.get_param_coordinator().hierarchy = 0
-
     def _publish(self, flats: list[int]) -> None:
-        self.reshard()
+        release_all(self.engine)
         for i in flats:
             self.zero._reassign_or_swap_out_partitioned_parameters(i)
         self.zero.invalidate_secondary_tensor()
@@ -672,22 +666,17 @@ def leave_shard(p: Any) -> None:
             set_data(p, p.detach().clone())
 
 
-def _shard(p: Any) -> tuple[int, Tensor]:
-    """Returns this rank's elements of a stage-3 parameter, 1-D without padding, and the index of the first one."""
-    part = p.ds_tensor
-    first = min(part.ds_numel * p.ds_zero_partition_rank, p.ds_numel)
-    return first, part.detach().narrow(0, 0, min(part.ds_numel, p.ds_numel - first))
-
-
 def assembly(p: Any) -> Assembly:
-    """Returns a function that assembles a stage-3 parameter from its shards, even when DeepSpeed is gone."""
-    return Assembly(p.ds_shape, *_shard(p))
+    """Returns the function that assembles a stage-3 parameter from its shards."""
+    shard = p.ds_tensor
+    first = min(shard.ds_numel * p.ds_zero_partition_rank, p.ds_numel)
+    return Assembly(p.ds_shape, first, shard.detach().narrow(0, 0, min(shard.ds_numel, p.ds_numel - first)))
 
 
 def store_part(p: Any) -> None:
     """Copies this rank's part of the full values in ``p`` to its shard of the stage-3 parameter."""
-    first, part = _shard(p)
-    part.copy_(p.detach().reshape(-1).narrow(0, first, part.numel()))
+    mine = assembly(p)
+    mine.part.copy_(mine.of(p))
     p.ds_secondary_tensor = None
 
 
@@ -705,15 +694,6 @@ def is_partitioned(p: Any) -> bool:
     """Whether ``p`` is a stage-3 parameter that is resharded or still being gathered."""
     status = getattr(p, "ds_status", None)
     return status is not None and status.name != "AVAILABLE"
-
-
-def expect_in_flight(root: nn.Module, params: Iterable[Any]) -> None:
-    """Attaches DeepSpeed's registry of gathers in flight to ``params``, so that :func:`land` can wait for them.
-
-    Parameters gathered ahead are not ready until the next module waits for them, and that module never runs if a step
-    ends early. User code's reads and writes must wait as well."""
-    for p in params:
-        p.ds_in_flight = root.ds_inflight_param_registry
 
 
 def is_ahead(p: Any) -> bool:
@@ -761,6 +741,10 @@ class ModuleHooks:
         self._coordinator = offload.get_param_coordinator()
         self._rests, self._begins, self._is_alone = rests, begins, engine.dp_world_size == 1
         self._in_backward: set[nn.Module] = set()
+        # Parameters gathered ahead are not ready until their module waits for them, and that module never runs if a
+        # step ends early. User code's reads and writes must wait as well.
+        for p in filter(is_managed, root.parameters()):
+            p.ds_in_flight = root.ds_inflight_param_registry  # type: ignore[attr-defined]
         for number, module in enumerate(dict.fromkeys(_gathered_modules(root))):
             module.ds_id, module.ds_recompute_parameters = number, set()  # type: ignore[assignment]
             offload.forward_hooks += [  # which DeepSpeed removes
