@@ -166,7 +166,7 @@ class DeepSpeedEngine(Engine):
         if not self._stage3:
             for p in params.held:
                 p.data = p.data.contiguous()  # DeepSpeed views the memory as bytes
-        copies = PlainCopies(self.module, private.is_ours)
+        copies = PlainCopies(self.module, private.is_on_modules)
         joined = Joined(trainable, optimizers) if optimizers and trainable else None
         self._trained = set(trainable)
         self._engine = self._start(trainable, joined)
@@ -189,8 +189,8 @@ class DeepSpeedEngine(Engine):
         params = self._params
         with private.environment(self.device), params.without_others(self.root):
             deepspeed = private.prepare(self.device)
-            marked, sharded = [*params.held, *self.root.modules()], params.held if self._stage3 else ()
-            with DisableTorchFunction(), private.starting(Joined, sharded), private.marking(marked):
+            sharded = params.held if self._stage3 else ()
+            with DisableTorchFunction(), private.starting(Joined, sharded), private.marking(params.held):
                 engine, *_ = deepspeed.initialize(
                     model=self.root,
                     optimizer=joined,

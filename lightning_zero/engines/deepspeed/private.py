@@ -344,27 +344,28 @@ def sharder(config: dict[str, Any]) -> Callable[[list[nn.Parameter]], None]:
     return shard
 
 
-_OURS = {"__reduce_ex__"}
-"""Names of attributes of parameters and modules that are DeepSpeed's or this engine's."""
+_ON_MODULES = {"_external_params", "all_parameters", "register_external_parameter"}
+_ON_PARAMETERS = {"__reduce_ex__"}
 
 
 @contextlib.contextmanager
-def marking(objects: Iterable[Any]) -> Iterator[None]:
-    """Takes all attributes that ``objects`` get inside the context as DeepSpeed's, on any parameter and module."""
-    before = [(each, set(vars(each))) for each in objects]
+def marking(params: Iterable[Any]) -> Iterator[None]:
+    """Takes all attributes that ``params`` get inside the context as DeepSpeed's, on any parameter."""
+    before = {p: set(vars(p)) for p in params}
     yield
-    for each, names in before:
-        _OURS.update(vars(each).keys() - names)
+    for p, names in before.items():
+        _ON_PARAMETERS.update(vars(p).keys() - names)
 
 
-def is_ours(name: str) -> bool:
-    """Whether an attribute of this name is not the user's."""
-    return name in _OURS or name.startswith(("ds_", "_ds_"))
+def is_on_modules(name: str) -> bool:
+    """Whether a module's attribute of this name is DeepSpeed's."""
+    return name.startswith("ds_") or name in _ON_MODULES
 
 
 def attributes(p: Any) -> dict[str, Any]:
     """Returns the attributes that user code has set on ``p``."""
-    return {name: value for name, value in vars(p).items() if not is_ours(name)}
+    is_ours = _ON_PARAMETERS.__contains__
+    return {name: value for name, value in vars(p).items() if not (is_ours(name) or name.startswith(("ds_", "_ds_")))}
 
 
 def pickle_plainly(params: Iterable[Any]) -> None:
@@ -898,6 +899,10 @@ def end(engine: Any, root: nn.Module, failed: bool) -> None:
     FWD_MODULE_STACK.clear()
     released = getattr(PartitionedParameterCoordinator, _TO_RELEASE)
     inspect.getclosurevars(released).nonlocals["func"].cache_clear()  # a cache by module, which keeps modules alive
-    for each in (*root.modules(), *root.parameters()):
-        for name in list(filter(is_ours, vars(each))):
-            delattr(each, name)
+    for module in root.modules():
+        for name in list(vars(module)):
+            if is_on_modules(name) or name == "__reduce_ex__":  # the latter is set by plain_copies
+                delattr(module, name)
+    for p in root.parameters():
+        for name in vars(p).keys() - attributes(p).keys():
+            delattr(p, name)
