@@ -364,8 +364,8 @@ def is_on_modules(name: str) -> bool:
 
 def attributes(p: Any) -> dict[str, Any]:
     """Returns the attributes that user code has set on ``p``."""
-    is_ours = _ON_PARAMETERS.__contains__
-    return {name: value for name, value in vars(p).items() if not (is_ours(name) or name.startswith(("ds_", "_ds_")))}
+    user = [n for n in vars(p) if n not in _ON_PARAMETERS and not n.startswith(("ds_", "_ds_"))]
+    return {name: getattr(p, name) for name in user}
 
 
 def pickle_plainly(params: Iterable[Any]) -> None:

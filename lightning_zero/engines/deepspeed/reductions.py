@@ -55,7 +55,6 @@ class Reductions:
         self._fills, self._agreement = config.find_unused_parameters, agreement
         self._trained: Sequence[Tensor] = ()
         self._arrived: set[Tensor] = set()  # in this backward
-        self._given: set[Tensor] = set()  # handed over in this backward
         self._next: list[Tensor] = []  # not handed over yet in this backward; the next one is the last in the list
         self._in_turn = False
         self.used: set[Tensor] = set()
@@ -72,7 +71,6 @@ class Reductions:
         """Starts a backward. ``reduces`` tells whether DeepSpeed reduces its gradients, or accumulates them on the
         parameters."""
         self._arrived.clear()
-        self._given.clear()
         fills = self._fills and reduces
         self._in_turn = fills and self._stage < 3
         self._next = [p for p in self._trained if p.requires_grad] if fills else []
@@ -81,36 +79,31 @@ class Reductions:
         """Is called for each gradient that autograd has accumulated on ``p``.
 
         Raises:
-            ValueError: If the gradient comes from a backward outside the engine's step, or if DeepSpeed has a gradient
-                of ``p`` from this backward already.
+            ValueError: If the gradient comes from a backward outside the engine's step, or is the second one of ``p``
+                in a backward that reduces.
         """
         if self._params.phase is not Phase.BACKWARD:
             if self._stage > 1:
                 raise ValueError(_OUTSIDE)
             self._give(p)
             return
-        if p in self._given:
+        if p in self._arrived and (self._in_turn or self._stage > 1):
             raise ValueError(_AGAIN)
         self._arrived.add(p)
         if not self._in_turn:
-            self._hand_over(p)
+            self._give(p)
         while self._in_turn and self._next and self._next[-1] in self._arrived:
-            self._hand_over(self._next.pop())
-
-    def _hand_over(self, p: Tensor) -> None:
-        if self._in_turn or self._stage > 1:
-            self._given.add(p)
-        self._give(p)
+            self._give(self._next.pop())
 
     def end(self) -> None:
         """Hands over the remaining gradients. Must run before DeepSpeed's own epilogue, which reduces the last
         bucket."""
         while self._next:
             p = self._next.pop()
-            if p not in self._given:
+            if self._in_turn or p not in self._arrived:
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
-                self._hand_over(p)
+                self._give(p)
         self.used |= self._arrived
 
     # -- the end of a window -------------------------------------------------------------------------------------
