@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 _COPIED = "__reduce_ex__"
 """Method name that :mod:`copy` and :mod:`pickle` both look up on the object."""
@@ -52,26 +52,3 @@ def _reduced(module: nn.Module, ours: Mapping[str, set[int]], is_own: Callable[[
                 state[name] = type(state[name])((key, hook) for key, hook in state[name].items() if key not in ids)
         rest[0] = state
     return made, arguments, *rest
-
-
-def pickle_plainly(
-    parameters: Iterable[nn.Parameter],
-    value: Callable[[Tensor], Tensor],
-    attributes: Callable[[Tensor], Mapping[str, Any]],
-) -> None:
-    """Has ``torch.save`` write ``parameters`` in full, with the user's attributes, as long as each parameter keeps the
-    attribute that this function sets.
-
-    Args:
-        parameters: Parameters of the run's module.
-        value: Returns a copy of a parameter's full values.
-        attributes: Returns the attributes that the user has set on a parameter.
-    """
-
-    def reduced(p: nn.Parameter, protocol: Any) -> Any:
-        plain = nn.Parameter(value(p), p.requires_grad)
-        vars(plain).update(attributes(p))
-        return plain.__reduce_ex__(protocol)
-
-    for p in parameters:
-        vars(p)[_COPIED] = partial(reduced, p)

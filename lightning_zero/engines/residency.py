@@ -96,13 +96,10 @@ _METADATA = frozenset(
     " retain_grad __len__ __hash__ is_same_size is_tensor is_storage _is_view has_names"
     " _has_compatible_shallow_copy_type".split()
 )
-_SHAPES = frozenset("size dim ndimension numel nelement stride __len__ is_contiguous is_same_size".split())
 _OF_DTYPE = frozenset("element_size is_floating_point is_complex is_signed".split())
 """Metadata that is read from the shard: a gathered parameter may have another dtype."""
 _OF_LAYOUT = _OF_DTYPE | frozenset("data_ptr new_empty new_zeros new_ones new_full new_tensor".split())
 
-
-_GETTERS_OF_SHAPE = getters("shape ndim nbytes")
 _GETTERS_OF_LAYOUT = getters("dtype nbytes itemsize device")
 _GRAD, _DATA, _DEVICE = (getattr(Tensor, name) for name in ("grad", "data", "device"))
 _ASSIGN_GRAD = (_GRAD.__set__, _GRAD.__delete__)
@@ -137,8 +134,6 @@ class Store(Protocol):
     def own(self) -> Mapping[int, Any]:
         """``id`` of each user parameter. Empty while all parameters are full."""
 
-    hides_shapes: bool
-    """Whether a resharded parameter lacks its full shape."""
     only_brings: bool
     """Whether inside a step a parameter can only be brought, not opened."""
 
@@ -315,8 +310,6 @@ class Residency:
         self._budget_bytes = budget_bytes
         self._open: dict[int, _Open] = {}  # in the order of opening
         self._dumps = self._is_together = False
-        self.as_they_are = AS_THEY_ARE - _GETTERS_OF_SHAPE if store.hides_shapes else AS_THEY_ARE
-        """Getters that work on resharded parameters."""
         self.mode = Mode(self)
 
     # -- windows -------------------------------------------------------------------------------------------------
@@ -448,8 +441,6 @@ class Residency:
         if id(first) in own and (func in _OF_A_PARAMETER or func.__name__ == "register_post_accumulate_grad_hook"):
             return self._of_a_parameter(func, args, kwargs)
         name = func.__name__
-        if self._store.hides_shapes and (name in _SHAPES or func in _GETTERS_OF_SHAPE):
-            return func(*map(self._in_shape, args), **kwargs)
         if name in _METADATA:
             return func(*args, **kwargs)
         if name.endswith("_like") or name in _OF_LAYOUT or func in _GETTERS_OF_LAYOUT:
@@ -520,12 +511,6 @@ class Residency:
             f"{func.__name__} on a parameter in a run would never be called, because the gradient is complete only as"
             " a shard: use on_after_backward or on_before_optimizer_step."
         )
-
-    def _in_shape(self, value: Any) -> Any:
-        """Replaces a resharded parameter by a meta tensor of its shape and dtype; returns other values unchanged."""
-        if id(value) not in self._store.own or self._store.is_there(value):
-            return value
-        return torch.empty(self._store.shard_of(value).shape, dtype=value.dtype, device="meta")
 
     def _of_layout(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs a function that reads only dtype, shape and device, which shards have, too."""
@@ -797,7 +782,7 @@ class Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func in self._residency.as_they_are:
+        if func in AS_THEY_ARE:
             return func(*args)
         compiles = torch.compiler.is_compiling()
         if not compiles and self._residency.passes(func, args, kwargs):

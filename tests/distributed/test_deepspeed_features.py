@@ -1,4 +1,4 @@
-"""DeepSpeed's own features, and averages of weights: they must not change what is learned."""
+"""DeepSpeed's own features and config files, and averages of weights: they must not change what is learned."""
 
 from __future__ import annotations
 
@@ -12,31 +12,37 @@ from torch.optim.swa_utils import get_ema_avg_fn
 from lightning_zero import OffloadConfig
 from tests.distributed import test_loops as loops
 from tests.helpers import zoo
+from tests.helpers.ranks import outcome
 
 pytest.importorskip("deepspeed")
-FEATURES: list[tuple[int, dict[str, Any]]] = [
-    (2, {"round_robin_gradients": True}),
-    (3, {"zero_hpz_partition_size": 2, "overlap_comm": True, "sub_group_size": 100}),
+FILE = {
+    "train_batch_size": 16,
+    "optimizer": {"type": "AdamW", "params": {"lr": 5e-5}},
+    "zero_optimization": {"allgather_bucket_size": 2e8, "reduce_bucket_size": 2e8, "round_robin_gradients": True},
+}
+HPZ = {"zero_optimization": {"zero_hpz_partition_size": 2, "overlap_comm": True, "sub_group_size": 100}}
+FEATURES: list[tuple[str, int, dict[str, Any]]] = [
+    # kind, stage, settings
+    ("parameter_groups", 2, {"deepspeed_config": FILE}),
+    ("parameter_groups", 3, {"deepspeed_config": HPZ}),
+    ("parameter_groups", 1, {"offload": "cpu"}),
+    ("adam", 3, {"offload": OffloadConfig(target="cpu", ratio=0.5)}),
+    ("losses_of_full_recomputed_blocks", 3, {}),
 ]
 
 
-def test_features_change_nothing(ranks2: Any) -> None:
-    reference = ranks2(zoo.train, "parameter_groups", zoo.KINDS["parameter_groups"].reference)
-    for stage, settings in FEATURES:
-        strategy = {"engine": "deepspeed", "stage": stage, "deepspeed_config": {"zero_optimization": settings}}
-        results = ranks2(zoo.train, "parameter_groups", strategy)
-        assert zoo.difference(results, reference).largest < 1e-5, settings
-
-
-@pytest.mark.parametrize(
-    ("kind", "stage", "offload"),
-    [("parameter_groups", 1, "cpu"), ("adam", 3, OffloadConfig(target="cpu", ratio=0.5))],
-)
-def test_offload_to_host_memory_equals_ddp(ranks2: Any, kind: str, stage: int, offload: Any) -> None:
-    """By PyTorch's fused Adam, which rounds the last digit differently."""
-    results = ranks2(zoo.train, kind, {"engine": "deepspeed", "stage": stage, "offload": offload}, True)
+@pytest.mark.parametrize(("kind", "stage", "settings"), FEATURES)
+def test_features_change_nothing(ranks2: Any, kind: str, stage: int, settings: dict[str, Any]) -> None:
+    results = ranks2(zoo.train, kind, {"engine": "deepspeed", "stage": stage, **settings}, True)
     reference = ranks2(zoo.train, kind, zoo.KINDS[kind].reference, True)
     assert zoo.difference(results, reference).largest < 1e-5
+
+
+def test_deepspeeds_errors_about_its_config_are_raised_on_every_rank(ranks2: Any) -> None:
+    config = {"zero_optimization": {"reduce_bucket": 1}}
+    for _, text in ranks2(outcome, zoo.train, "adam", {"engine": "deepspeed", "stage": 2, "deepspeed_config": config}):
+        assert "reduce_bucket" in text
+        assert "not permitted" in text
 
 
 def _averaged(strategy: Any) -> dict[str, Tensor]:

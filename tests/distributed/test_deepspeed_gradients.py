@@ -1,8 +1,8 @@
 """Gradients under the engine ``deepspeed`` are DDP's whichever parameters a backward uses, wherever masters lie and
 whether or not DeepSpeed reduces beside the backward.
 
-A failure of ``second_backward`` is about what one backward leaves for the next, of ``first_micro_batch`` about windows,
-of ``own_head`` about what ranks reduce together. ``overlap`` is the default on CUDA.
+A failure of ``SecondBackward`` is about what one backward leaves for the next, of ``Heads`` about windows, of
+``OwnHead`` about what ranks reduce together. ``overlap_comm`` is the default on CUDA.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,6 +23,7 @@ from tests.helpers.ranks import outcome
 from tests.helpers.zoo import Zoo, make_trainer
 
 pytest.importorskip("deepspeed")
+STAGE3 = {"engine": "deepspeed", "stage": 3}
 
 
 class Heads(Zoo):
@@ -71,34 +71,41 @@ class OwnHead(Heads):
         return "ab"[(i + int(os.environ["RANK"])) % 2]
 
 
-KINDS: dict[str, tuple[type[Heads], int]] = {
-    # name -> module, micro-batches per step
-    "second_backward": (SecondBackward, 1),
-    "first_micro_batch": (Heads, 2),
-    "own_head_accumulated": (OwnHead, 2),
-}
+class Own(torch.autograd.Function):
+    """A linear layer that does not save its weight, as functions that recompute do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: nn.Linear) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad @ ctx.layer.weight, grad.T @ ctx.saved_tensors[0], None
 
 
-def _train(strategies: list[Any]) -> dict[str, list[dict[str, Tensor]]]:
-    """Kind -> what it has learned under each of ``strategies``."""
-    learned: dict[str, list[dict[str, Tensor]]] = {kind: [] for kind in KINDS}
-    for kind, (make, accumulation) in KINDS.items():
-        for settings in strategies:
-            torch.manual_seed(5)
-            module = make()
-            options = {"accumulate_grad_batches": accumulation, "limit_train_batches": 4, "limit_val_batches": 0}
-            make_trainer(settings, max_epochs=1, **options).fit(module, loops._loader())
-            learned[kind].append(loops._weights(module) | {"losses": torch.tensor(module.losses)})
-    return learned
+class Stores(nn.Linear):
+    """Its output may be left out, but not the term that it stores."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.term = self.weight.square().mean()
+        return super().forward(x)
 
 
-def test_what_a_backward_does_not_use_keeps_its_gradient(ranks2) -> None:
-    offload = {"offload": "cpu", "deepspeed_config": {"zero_optimization": {"overlap_comm": True}}}
-    strategies = [{"engine": "deepspeed", "stage": 1}, {"engine": "deepspeed", "stage": 2, **offload}]
-    for learned in ranks2(_train, [zoo.UNUSED, *strategies]):
-        for kind, (expected, *results) in learned.items():
-            for settings, result in zip(strategies, results, strict=True):
-                assert zoo.largest_difference(result, expected)[0] < 1e-5, (kind, settings)
+class ReadsInBackward(Heads):
+    """The backward reads weights of layers whose own backward is over, or does not come."""
+
+    def build(self) -> None:
+        super().build()
+        self.own, self.stores = nn.Linear(zoo.WIDTH, zoo.WIDTH, bias=False), Stores(zoo.WIDTH, zoo.WIDTH)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        stem = self.net.stem(Own.apply(x, self.own.weight, self.own))
+        stem.register_hook(lambda grad: grad * (1 + self.net.head.weight.norm()))
+        self.stores(x)
+        return F.mse_loss(self.net.head(self.net.blocks[0](stem)), y) + self.stores.term
 
 
 class EndsEarly(Heads):
@@ -108,48 +115,51 @@ class EndsEarly(Heads):
         return -1 if batch_idx == 3 and self.trainer.current_epoch == 0 else None
 
 
-def _end_early(settings: Any) -> dict[str, Tensor]:
-    torch.manual_seed(8)
-    module = EndsEarly()
-    options = {"max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 0, "accumulate_grad_batches": 2}
+def _train(make: type[Zoo], settings: Any, options: dict[str, Any] | None = None) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    module = make()
+    options = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 0, **(options or {})}
     make_trainer(settings, **options).fit(module, loops._loader())
     return loops._weights(module) | {"losses": torch.tensor(module.losses)}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_gradients_of_an_epoch_that_ended_early_are_dropped(stage: int, ranks2) -> None:
-    expected = ranks2(_end_early, zoo.UNUSED)
-    for result, reference in zip(ranks2(_end_early, {"engine": "deepspeed", "stage": stage}), expected, strict=True):
-        assert zoo.largest_difference(result, reference)[0] < 1e-5
+OFFLOAD = {"offload": "cpu", "deepspeed_config": {"zero_optimization": {"overlap_comm": True}}}
+CASES: list[tuple[type[Heads], dict[str, Any], list[dict[str, Any]]]] = [
+    # module, options of the Trainer, settings
+    (SecondBackward, {}, [{"stage": 1}, {"stage": 2, **OFFLOAD}]),
+    (Heads, {"accumulate_grad_batches": 2}, [{"stage": 1}, {"stage": 2, **OFFLOAD}]),
+    (OwnHead, {"accumulate_grad_batches": 2}, [{"stage": 1}, {"stage": 2, **OFFLOAD}]),
+    (EndsEarly, {"accumulate_grad_batches": 2, "max_epochs": 2}, [{"stage": 2}, {"stage": 3}]),
+    (ReadsInBackward, {}, [{"stage": 3}]),
+]
 
 
-class Unfreezes(Callback):
-    """As Lightning's ``BaseFinetuning``: frozen parameters are trained from the second epoch on, in a new group."""
-
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        if trainer.current_epoch == 1:
-            late = [p for p in module.parameters() if not p.requires_grad]
-            for p in late:
-                p.requires_grad_(True)
-            trainer.optimizers[0].add_param_group({"params": late, "lr": 1e-3})
+@pytest.mark.parametrize(("make", "options", "strategies"), CASES)
+def test_gradients_are_ddps(make: type[Heads], options: Any, strategies: Any, ranks2) -> None:
+    expected = ranks2(_train, make, zoo.UNUSED, options)
+    for settings in strategies:
+        results = ranks2(_train, make, {"engine": "deepspeed", **settings}, options)
+        for result, reference in zip(results, expected, strict=True):
+            assert zoo.largest_difference(result, reference)[0] < 1e-5, settings
 
 
 class Frozen(Heads):
+    """Trained from the second epoch on, as by Lightning's ``BaseFinetuning``."""
+
     def build(self) -> None:
         super().build()
         self.net.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.net.requires_grad_(self.current_epoch == 1)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
-def _fine_tune() -> None:
-    settings = {"engine": "deepspeed", "stage": 1}
-    make_trainer(settings, callbacks=[Unfreezes()], max_epochs=2).fit(Frozen(), loops._loader())
-
-
 def test_unfreezing_during_a_run_is_refused(ranks2) -> None:
-    for name, text in ranks2(outcome, _fine_tune):
+    settings = {"engine": "deepspeed", "stage": 1}
+    for name, text in ranks2(outcome, _train, Frozen, settings, {"max_epochs": 2}):
         assert name == "ValueError"
         assert "was unfrozen after the run began" in text
         assert "engine='fsdp2'" in text
@@ -167,12 +177,8 @@ class TokenOnOddRanks(Zoo):
         return F.mse_loss(self.net(x + self.token if zoo._odd_rank() else x), y)
 
 
-def _use_token() -> None:
-    make_trainer({"engine": "deepspeed", "stage": 3}, max_epochs=1).fit(TokenOnOddRanks(), loops._loader())
-
-
 def test_parameters_that_only_some_ranks_gather_are_named(ranks2) -> None:
-    for name, text in ranks2(outcome, _use_token):
+    for name, text in ranks2(outcome, _train, TokenOnOddRanks, STAGE3):
         assert name == "ValueError"
         assert "'token'" in text
         assert "stage=2" in text
@@ -202,13 +208,6 @@ class _Shift(nn.Module):
         return x * self.gain + self.shift if zoo._odd_rank() else x * self.gain
 
 
-def _shift(settings: Any) -> dict[str, Tensor]:
-    torch.manual_seed(7)
-    module = ShiftsOnOddRanks()
-    make_trainer(settings, max_epochs=1, limit_val_batches=0).fit(module, loops._loader())
-    return loops._weights(module)
-
-
 def _buckets(numel: int | None) -> dict[str, Any]:
     return {"zero_optimization": {"reduce_bucket_size": "auto" if numel is None else numel}}
 
@@ -216,16 +215,16 @@ def _buckets(numel: int | None) -> dict[str, Any]:
 @pytest.mark.parametrize(("stage", "numel"), [(2, 20), (3, None)], ids=["many_buckets", "one_bucket"])
 def test_ranks_that_use_different_parameters_fill_the_same_buckets(stage: int, numel: int | None, ranks2) -> None:
     """Reduced as they come they would give other numbers, without a word, or wait for ever."""
-    expected = ranks2(_shift, zoo.UNUSED)
+    expected = ranks2(_train, ShiftsOnOddRanks, zoo.UNUSED)
     settings = {"engine": "deepspeed", "stage": stage, "deepspeed_config": _buckets(numel)}
-    for result, reference in zip(ranks2(_shift, settings), expected, strict=True):
+    for result, reference in zip(ranks2(_train, ShiftsOnOddRanks, settings), expected, strict=True):
         assert zoo.largest_difference(result, reference)[0] < 1e-5
 
 
 def test_stage_3_refuses_buckets_that_differ(ranks2) -> None:
     settings = {"engine": "deepspeed", "stage": 3, "deepspeed_config": _buckets(20)}
     numel = sum(p.numel() for p in ShiftsOnOddRanks().parameters())
-    for name, text in ranks2(outcome, _shift, settings):
+    for name, text in ranks2(outcome, _train, ShiftsOnOddRanks, settings):
         assert name == "ValueError"
         assert f"reduce_bucket_size={numel}" in text
 
@@ -248,7 +247,7 @@ def _run_in_another_order() -> None:
 
     made = Order.__init__
     with mock.patch.object(Order, "__init__", as_on_an_accelerator):
-        make_trainer({"engine": "deepspeed", "stage": 3}, max_epochs=1).fit(RunsInAnotherOrder(), loops._loader())
+        _train(RunsInAnotherOrder, STAGE3)
 
 
 def test_modules_that_run_in_another_order_are_noticed_before_the_step(ranks2) -> None:
@@ -268,12 +267,8 @@ class KeepsGraph(Zoo):
         return self.record(loss)
 
 
-def _keep_graph(strategy: Any) -> None:
-    make_trainer(strategy, max_epochs=1, limit_val_batches=0).fit(KeepsGraph(), loops._loader())
-
-
 def test_a_graph_from_before_a_step_is_no_longer_gone_through(ranks2: Any) -> None:
     """As under DDP: what it saved has been brought up to date since."""
-    for strategy in ("ddp", {"engine": "deepspeed", "stage": 3}):
-        for _, text in ranks2(outcome, _keep_graph, strategy):
+    for strategy in ("ddp", STAGE3):
+        for _, text in ranks2(outcome, _train, KeepsGraph, strategy):
             assert "has been modified by an inplace operation" in text

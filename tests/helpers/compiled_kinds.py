@@ -164,7 +164,6 @@ KINDS.update(
                 compiles=True,
                 tolerance=1e-4,
                 reason=zoo.ADAM,
-                deepspeed_refuses={3: "Dynamo failed to run"} if how == "inside" else {},
             )
             for how in ("own", "inside")
         },

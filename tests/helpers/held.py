@@ -536,7 +536,11 @@ HELD: dict[str, Kind] = {
         refused_deepspeed=(3,),
     ),
     "traced": Kind(module=_of(Traced)),
-    "data_written_before_backward": Kind(module=_of(WritesBeforeBackward), reference=UNUSED),
+    "data_written_before_backward": Kind(
+        module=_of(WritesBeforeBackward),
+        reference=UNUSED,
+        deepspeed_refuses=dict.fromkeys((1, 2), r"write p\.data\.copy_\(value\)"),
+    ),
     "backward_reads_gradients": Kind(
         module=_of(ReadsInBackward), refused="move the code after loss.backward", deepspeed_refuses=OVERRIDES_BACKWARD
     ),

@@ -14,9 +14,8 @@ from typing import Any
 from lightning_zero.config import PASSED_KEYS, RawConfig, ZeroConfig
 
 AUTO = "auto"
-MAX_BUCKET_NUMEL = 200_000_000
-MIN_BUCKET_NUMEL = 25_000_000
-_ROUND_BUCKETS = 8
+MAX_BUCKET_NUMEL = 50_000_000
+"""Elements of a bucket, unless the module has fewer. Two buckets are always allocated."""
 _RATIO_SUB_GROUPS = 32
 """Sub-groups per rank. Partial offload moves entire sub-groups; with 32 of them the ratio is met within a few per
 cent."""
@@ -52,15 +51,6 @@ class RunFacts:
     def is_mixed(self) -> bool:
         """Whether Lightning's autocast computes in :attr:`dtype`, with fp32 parameters and Lightning's loss scaling."""
         return "mixed" in str(self.precision)
-
-
-def bucket_numel(numel: int) -> int:
-    """Returns the elements of one bucket for a module of ``numel`` elements; even, as DeepSpeed requires.
-
-    A bucket holds an eighth of the module, so that several messages overlap with computation; at least 25 million
-    elements, which saturate a link; and at most 200 million, because two buckets are always allocated."""
-    bucket = max(2, min(numel, max(numel // _ROUND_BUCKETS, MIN_BUCKET_NUMEL), MAX_BUCKET_NUMEL))
-    return bucket + bucket % 2
 
 
 def ds_config(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
@@ -170,10 +160,10 @@ def _zero_section(config: ZeroConfig, facts: RunFacts, raw: RawConfig) -> dict[s
 
 def _defaults(config: ZeroConfig, facts: RunFacts, raw: RawConfig) -> dict[str, Any]:
     """Returns our defaults for keys that the user's config does not set. Other keys keep DeepSpeed's default."""
-    bucket = bucket_numel(facts.numel)
+    bucket = min(facts.numel + facts.numel % 2, MAX_BUCKET_NUMEL)  # DeepSpeed requires an even number
     made: dict[str, Any] = {"overlap_comm": facts.device_type != "cpu", "reduce_bucket_size": bucket}  # CPU: no streams
     if config.stage == 3:
-        made["stage3_prefetch_bucket_size"] = min(bucket, 50_000_000)
+        made["stage3_prefetch_bucket_size"] = bucket
         # biases and norms of a large module
         made["stage3_param_persistence_threshold"] = min(100_000, facts.numel // 1000)
         offloaded = raw.section("zero_optimization").get("offload_optimizer") or {}

@@ -1,8 +1,8 @@
 """ZeRO on ``deepspeed.initialize``.
 
 [Tensors] (see ``private`` for flats, masters and pieces)
-- *parameter*: always the user's own ``nn.Parameter`` object. At stages 1 and 2 a full tensor, a view of DeepSpeed's
-  buffer; at stage 3 empty between uses.
+- *parameter*: always the user's own ``nn.Parameter`` object, of its full shape. At stages 1 and 2 a view of DeepSpeed's
+  buffer; at stage 3 without memory between uses.
 - *gradient*: averaged, one piece per rank, from the backward until ``zero_grad``; full only while user code reads it.
 - *replicated parameter*: a frozen parameter that is empty or of another dtype than the trained ones. It stays full on
   every rank, because DeepSpeed's flats have one dtype. Such a parameter cannot be trained.
@@ -36,7 +36,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
@@ -50,14 +49,13 @@ from lightning_zero.engines.deepspeed.full_state import FullState, model_state
 from lightning_zero.engines.deepspeed.gradients import Gradients
 from lightning_zero.engines.deepspeed.optimizer_step import Joined, Pieces, parameters
 from lightning_zero.engines.deepspeed.order import Order
-from lightning_zero.engines.deepspeed.parameters import Parameters
-from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
+from lightning_zero.engines.deepspeed.parameters import Parameters, Phase
 from lightning_zero.engines.deepspeed.reductions import Reductions
 from lightning_zero.engines.deepspeed.store import DeepSpeedStore
 from lightning_zero.engines.materialize import Materializer, in_order_of_construction
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.optimizer_step import ShardedStep
-from lightning_zero.engines.plain_copies import PlainCopies, pickle_plainly
+from lightning_zero.engines.plain_copies import PlainCopies
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.refusals import (
     refuse_held_views,
@@ -82,11 +80,9 @@ class DeepSpeedEngine(Engine):
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         super().__init__(config, device, dtypes)
         self._engine: Any = None  # DeepSpeed's, once attached
-        self._accumulators: list[Node] = []  # keeps them alive: otherwise autograd creates new ones
         self._agreement: Agreement | None = None
         self._optimizers: list[Optimizer] = []
         self._stage3 = config.stage == 3
-        self._under_way = UnderWay()
         self.settings: dict[str, Any] = {}
         """The config for ``deepspeed.initialize``; set before :meth:`shard`."""
 
@@ -101,13 +97,13 @@ class DeepSpeedEngine(Engine):
             refuse_script_modules(module)
             _refuse_compiled(module)
         self._params = Parameters(module, self._stage3)
-        self.total_bytes = sum(shape.numel() * p.element_size() for p, shape in self._params.shapes.items())
+        self.total_bytes = sum(p.nbytes for p in self._params.named.values())
         if dist.get_world_size() > 1 and self.config.find_unused_parameters:
             self._agreement = run_agreement() or shared_agreement(self.config.timeout_seconds)
         forget_meshes()
         self.mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
-        self._order = Order(self._params, self._agreement, self.device.type == "cpu", self._under_way)
-        self._reductions = Reductions(self._params, self.config, self._under_way, self._agreement)
+        self._order = Order(self._params, self._agreement, self.device.type == "cpu")
+        self._reductions = Reductions(self._params, self.config, self._agreement)
         self._begin_residency()
         self._start_from_rank_0()
         self._full = FullState(self._params, self.mesh)
@@ -121,10 +117,8 @@ class DeepSpeedEngine(Engine):
             return
         materializer = Materializer(self.module, self.device, self._initializing)
         groups: dict[nn.Module, list[Any]] = {m: [] for m, _ in in_order_of_construction(self.module)}
-        owners = {
-            p: m for m in groups for p in own_parameters(m).values() if p in params.held
-        }  # the last, if it is tied
-        for p, owner in owners.items():
+        # The last module that has a tied parameter shards it.
+        for p, owner in {p: m for m in groups for p in own_parameters(m).values() if p in params.held}.items():
             groups[owner].append(p)
         with private.environment(self.device):
             private.prepare(self.device)
@@ -154,10 +148,8 @@ class DeepSpeedEngine(Engine):
         params = self._params
         self._views = Views({id(p): name for name, p in params.named.items()})
         self._gradients = Gradients(params, self._reductions)
-        self._store = DeepSpeedStore(
-            params, self._under_way, self._views, self._gradients, self.backward, self._order.gathers
-        )
-        self.reside(self._store, self._under_way.is_between)
+        self._store = DeepSpeedStore(params, self._views, self._gradients, self.backward, self._order.gathers)
+        self.reside(self._store, params.is_between)
         self._store.residency = self.residency
 
     def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:
@@ -174,32 +166,31 @@ class DeepSpeedEngine(Engine):
         if not self._stage3:
             for p in params.held:
                 p.data = p.data.contiguous()  # DeepSpeed views the memory as bytes
-        copies = PlainCopies(params.module, private.is_on_modules)
+        copies = PlainCopies(self.module, private.is_on_modules)
         joined = Joined(trainable, optimizers) if optimizers and trainable else None
         self._trained = set(trainable)
         self._engine = self._start(trainable, joined)
         if self._stage3:
-            private.expect_in_flight(self.root, params.held)
-            private.ModuleHooks(self._engine, self.root, self._rests, self._before_module)
+            private.ModuleHooks(self._engine, self.root, params.is_between, self._before_module)
             if joined is not None:
                 self._order.follow_buckets(self._engine)
-            self._accumulators = [_full_accumulator(p, self._params.shapes[p]) for p in trainable]
         if joined is not None:
-            params.shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine, params.shapes)
+            params.shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine)
             self._reductions.follow(self._engine, trainable)
             for optimizer in optimizers:
                 self.step_of(optimizer)  # shards the states that exist already
                 optimizer.zero_grad = self._gradients.zero_grad_of(optimizer)  # type: ignore[method-assign]
         self._store.begin()
         copies.begin()  # undone by private.end
-        pickle_plainly(params.held, self._plain, private.attributes)
+        private.pickle_plainly(params.held)
 
     def _start(self, trainable: list[nn.Parameter], joined: Joined | None) -> Any:
         """Returns DeepSpeed's engine, whose flats hold ``trainable``, grouped as in ``joined`` (collective)."""
         params = self._params
         with private.environment(self.device), params.without_others(self.root):
             deepspeed = private.prepare(self.device)
-            with DisableTorchFunction(), private.starting(Joined), private.marking(params.held):
+            sharded = params.held if self._stage3 else ()
+            with DisableTorchFunction(), private.starting(Joined, sharded), private.marking(params.held):
                 engine, *_ = deepspeed.initialize(
                     model=self.root,
                     optimizer=joined,
@@ -209,24 +200,14 @@ class DeepSpeedEngine(Engine):
                 )
         return engine
 
-    def _rests(self) -> bool:
-        """Whether DeepSpeed's module hooks do nothing: between steps parameters are gathered when touched."""
-        return self._under_way.is_between()
-
     def _before_module(self, module: nn.Module) -> None:
         refuse_tracing()
         refuse_transforms("stage 3 of engine='deepspeed'", "stage=2, engine='fsdp2'")
         self._order.gathers(module)
 
-    def _plain(self, p: Tensor) -> Tensor:
-        """Returns a copy of the full values of ``p`` (collective at stage 3)."""
-        self.residency.touch([p])
-        with torch.no_grad(), DisableTorchFunction():
-            return p.detach().clone()
-
     @property
     def known_parameters(self) -> Collection[Tensor]:
-        return self._params.shapes
+        return set(self._params.named.values())
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -258,7 +239,7 @@ class DeepSpeedEngine(Engine):
     @contextmanager
     def _in(self, phase: Phase) -> Iterator[None]:
         with ExitStack() as contexts:
-            contexts.enter_context(self._under_way.during(phase))
+            contexts.enter_context(self._params.during(phase))
             if self._stage3:
                 contexts.enter_context(private.linear_without_weights())
             yield
@@ -283,7 +264,7 @@ class DeepSpeedEngine(Engine):
         # Must happen before DeepSpeed adds to the pieces: otherwise user writes to gradients are lost.
         self._gradients.flush(averages=True)
         sync = self.reduces
-        if retains_graph and Phase.STEP in self._under_way:
+        if retains_graph and self._params.phase is Phase.STEP:
             self._store.keep_all()
         with DisableTorchFunction():
             with self._in(Phase.BACKWARD):
@@ -378,14 +359,14 @@ class DeepSpeedEngine(Engine):
         self.end_residency()
         self._store_parameters()  # before masters are read
         with torch.no_grad(), DisableTorchFunction():
-            values = {p: to_host(private.gathered_copy(p)) for p in self._params.shapes} if full else {}
+            values = {p: to_host(private.gathered_copy(p)) for p in self._params.named.values()} if full else {}
             if not self.failed:
                 self._full.states_to_rows(self._optimizers)
             leave_states(self._optimizers, full and self.config.after_fit == "whole")
             if self._stage3 and not full:
                 self._full.leave_parameters(self.failed)
             self._take_off()
-            for p in self._params.shapes:
+            for p in self._params.named.values():
                 p.grad = None
             for p, value in values.items():
                 p.data = value
@@ -397,28 +378,14 @@ class DeepSpeedEngine(Engine):
         private.end(self._engine, self.root, self.failed)
         self._store.end()
         self._params.shards = None
-        self._accumulators.clear()
         self._steps.clear()
         self._engine = self._agreement = None
-
-
-def _full_accumulator(p: Tensor, shape: torch.Size) -> Node:
-    """Creates the autograd node that adds to ``p.grad``, for gradients of the full ``shape``.
-
-    The node takes its shape from ``p`` at the first use in a graph, and an ``autograd.Function`` (including DeepSpeed's
-    own around each module) may receive parameters that are still resharded, hence empty."""
-    cut = p.data
-    try:
-        p.data = cut.new_empty(()).expand(shape)
-        return get_gradient_edge(p).node
-    finally:
-        p.data = cut
 
 
 def _refuse_compiled(module: nn.Module) -> None:
     """Raises ``ValueError`` for compiled code of a module at stage 3.
 
-    DeepSpeed's hooks break the graph before each submodule, and parameters change their shape from use to use."""
+    DeepSpeed's hooks break the graph before each submodule."""
     for name, each in module.named_modules():
         if is_compiled(each):
             raise ValueError(

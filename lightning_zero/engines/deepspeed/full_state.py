@@ -79,12 +79,11 @@ class FullState:
         """Leaves this rank's rows of stage-3 parameters, on the CPU (collective). After a run that ``failed`` other
         ranks may be gone: then user code that touches a parameter assembles it from all ranks' shards."""
         for p in cast("Iterable[nn.Parameter]", self._params.held):
-            like = torch.empty(self._params.shapes[p], dtype=p.dtype, device="meta")
             left: Value = private.assembly(p)
             if not failed:
                 rows = self.rows(private.gathered_copy(p))
                 left = as_shard(local(rows).cpu(), rows) if isinstance(rows, DTensor) else rows.cpu()
-            leave_parameter(p, left, like)
+            leave_parameter(p, left, p)
 
 
 def model_state(
@@ -103,12 +102,13 @@ def model_state(
     def here(kind: str, tensor: Tensor, moves: bool = False) -> None:
         """Counts bytes of this rank; without an accelerator, a tensor that offload ``moves`` counts as host memory."""
         on_host = moves if device.type == "cpu" else tensor.device.type == "cpu"
-        state.add_bytes(kind, tensor.numel() * tensor.element_size(), "host" if on_host else "device")
+        state.add_bytes(kind, tensor.nbytes, "host" if on_host else "device")
 
-    for p in params.shapes:
-        here("parameters", p.detach())
+    for p in params.named.values():
+        if not private.is_partitioned(p):
+            here("parameters", p)
         if (cut := private.cut_of(p)) is not None:
-            here("parameters", cut.detach(), config.offloads_parameters)
+            here("parameters", cut, config.offloads_parameters)
     if shards is not None:
         for i in {piece.flat for piece in shards.pieces.values()}:
             here("parameters", shards.flat_master(i), config.offloads_optimizer)

@@ -53,7 +53,7 @@ class Gradients:
     def assembled(self, p: Tensor) -> Tensor:
         """Returns the full gradient of ``p``, assembled from all ranks' pieces (collective)."""
         shards = self._params.attached
-        return shards.assemble(p, shards.grad(p)).to(dtype=p.dtype, device=p.device)
+        return shards.assembly(p, shards.grad(p))().to(dtype=p.dtype, device=p.device)
 
     def write(self, p: Tensor, value: Tensor | None) -> None:
         """Implements ``p.grad = value``."""

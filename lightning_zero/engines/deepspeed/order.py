@@ -12,7 +12,6 @@ import torch.distributed as dist
 from lightning_zero.comm.agree import IN_STEP, Agreement
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.parameters import Parameters
-from lightning_zero.engines.deepspeed.phase import UnderWay
 
 _A_BUCKET = "a bucket of gradients"
 _BUCKETS_DIFFER = (
@@ -33,14 +32,13 @@ class Order:
         params: All parameters of the module.
         agreement: Channel to all ranks; ``None`` disables the checks.
         on_cpu: Whether ranks agree on each gather and bucket.
-        under_way: The engine's current activities: between steps nothing is recorded.
 
     Attributes:
         mark: The hash of all gathers and buckets since the last comparison.
     """
 
-    def __init__(self, params: Parameters, agreement: Agreement | None, on_cpu: bool, under_way: UnderWay) -> None:
-        self._params, self._under_way = params, under_way
+    def __init__(self, params: Parameters, agreement: Agreement | None, on_cpu: bool) -> None:
+        self._params = params
         self._names = {id(unit): name for name, unit in (*params.module.named_modules(), *params.named.items())}
         self._is_followed = params.stage3 and agreement is not None
         self._agreement = agreement if on_cpu else None
@@ -52,10 +50,10 @@ class Order:
             private.before_buckets(engine, self._reduces)
 
     def gathers(self, unit: Any = None) -> None:
-        """Records that ``unit``, a module or a parameter, is gathered next (collective on CPUs).
+        """Records that ``unit``, a module or a parameter, is gathered next in a step (collective on CPUs).
 
         ``None`` follows the last unit of a forward."""
-        if self._is_followed and not self._under_way.is_between():
+        if self._is_followed and not self._params.is_between():
             self._next(self._names.get(id(unit), ""))
 
     def _reduces(self, bucket: Sequence[Any]) -> None:
@@ -72,7 +70,7 @@ class Order:
 
     def _refuse(self, events: set[str]) -> None:
         if _A_BUCKET in events:
-            numel = sum(shape.numel() for shape in self._params.shapes.values())
+            numel = sum(p.numel() for p in self._params.named.values())
             raise ValueError(_BUCKETS_DIFFER.format(numel))
         raise ValueError(
             f"stage=3: the units {', '.join(map(repr, sorted(events - {''})))} ran on some ranks only, or in another"

@@ -1,9 +1,10 @@
-"""The user's view of the module's parameters: shapes, dtypes and attributes before DeepSpeed changes them."""
+"""The module's parameters, and what the engine does at the moment: state that its parts share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,25 @@ from lightning_zero.engines.deepspeed import private
 from lightning_zero.private.torch import own_parameters
 
 
+class Phase(Enum):
+    """What the engine does at the moment. Between steps and in a step, user code's first touch gathers a parameter."""
+
+    BETWEEN = auto()
+    """User code runs between steps: a parameter is full from its first touch until the window ends, and DeepSpeed's own
+    hooks do nothing."""
+    STEP = auto()
+    """Inside ``DeepSpeedEngine.run``: at stage 3 a parameter that user code touches is gathered in place, until the
+    step ends."""
+    BACKWARD = auto()
+    """Inside ``DeepSpeedEngine.backward``, as in a step. A user's own backward may run inside a step."""
+
+
 class Parameters:
     """The parameters of ``module`` before they are sharded.
 
     Attributes:
+        phase: What the engine does at the moment.
         named: Parameters by name, in the module's order, which is the same on all ranks.
-        shapes: Full shapes.
         held: Parameters that DeepSpeed shards, in the order in which ranks gather them; must not become a set.
         replicated: All others (see :mod:`~lightning_zero.engines.deepspeed.engine`).
         shards: Masters and gradients. ``None`` before optimizers are attached, without optimizers, and at the end of
@@ -27,11 +41,24 @@ class Parameters:
     def __init__(self, module: nn.Module, stage3: bool) -> None:
         self.module, self.stage3 = module, stage3
         self.named = dict(module.named_parameters())
-        self.shapes: dict[Tensor, torch.Size] = {p: p.shape for p in self.named.values()}
         self._dtype = _main_dtype(self.named.values())
         self.held = dict.fromkeys(p for p in self.named.values() if p.dtype == self._dtype and p.numel())
         self.replicated = [p for p in self.named.values() if p not in self.held]
         self.shards: private.Shards | None = None
+        self.phase = Phase.BETWEEN
+
+    def is_between(self) -> bool:
+        """Whether user code runs between steps."""
+        return self.phase is Phase.BETWEEN
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Sets :attr:`phase` inside the context."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
 
     def refuse_training_replicated(self) -> None:
         """Raises ``ValueError`` if a parameter is trained that cannot be sharded."""

@@ -19,7 +19,7 @@ import inspect
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,7 @@ from lightning_zero.engines.base import outside_inference_mode
 from lightning_zero.private.check import Library, check
 from lightning_zero.private.torch import (
     DisableTorchFunction,
+    EnableTorchFunction,
     in_backward,
     in_transform,
     own_parameters,
@@ -55,7 +56,8 @@ DEEPSPEED = Library(
         "deepspeed.accelerator": "set_accelerator cpu_accelerator.CPU_Accelerator",
         f"{_ZERO}.parameter_offload": "_inject_parameters iter_params FWD_MODULE_STACK",
         f"{_ZERO}.partitioned_param_coordinator": "iter_params",
-        f"{_ZERO}.stage3": "DeepSpeedCPUAdam",
+        f"{_ZERO}.stage3": "DeepSpeedCPUAdam register_grad_hook",
+        f"{_ZERO}.stage_1_and_2": "register_grad_hook",
         "deepspeed.utils": "z3_leaf_module",
         # sharding
         f"{_ZERO}.partition_parameters": "ZeroParamStatus.AVAILABLE free_param",
@@ -89,9 +91,6 @@ DEEPSPEED = Library(
     },
 )
 
-ACCELERATORS = ("cpu", "cuda", "xpu", "hpu")
-"""Device types that DeepSpeed and PyTorch call by the same name."""
-
 
 class Piece(NamedTuple):
     """This rank's part of one parameter."""
@@ -112,7 +111,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Assembly:
-    """A function that assembles the full tensor of which ``part``, 1-D, is this rank's piece (collective)."""
+    """A function that assembles the full tensor of which ``part``, 1-D, is this rank's piece (collective), even when
+    DeepSpeed is gone. The sum over ranks is exact, because each element is non-zero on one rank only."""
 
     shape: torch.Size
     first: int
@@ -136,22 +136,17 @@ class Assembly:
 
 @contextlib.contextmanager
 def environment(device: torch.device) -> Iterator[None]:
-    """Sets the environment variables that DeepSpeed reads while it starts."""
-    changes = {"DS_ACCELERATOR": device.type if device.type in ACCELERATORS else None}
-    if "LOCAL_RANK" not in os.environ:
-        changes["LOCAL_RANK"] = str(device.index or 0)
-    if "LOCAL_SIZE" not in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
-        changes["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # the CPU accelerator's number of devices
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update({name: value for name, value in changes.items() if value is not None})
+    """Sets the environment variables that DeepSpeed reads while it starts, unless they are set."""
+    needed = {"LOCAL_RANK": str(device.index or 0), "DS_ACCELERATOR": device.type}
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        needed["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # the CPU accelerator's number of devices
+    added = needed.keys() - os.environ.keys()
+    os.environ.update({name: needed[name] for name in added})
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in added:
+            del os.environ[name]
 
 
 def prepare(device: torch.device) -> Any:
@@ -172,7 +167,7 @@ def prepare(device: torch.device) -> Any:
     deepspeed.utils.logger.setLevel(logging.WARNING)
     use_accelerator(device)
     _skip_replicated()
-    _tell_watchers()
+    _keep_shapes()
     world = getattr(comm.comm.cdb, "_lightning_zero_world", None)
     if comm.comm.cdb is None or world is not dist.group.WORLD:
         comm.comm.cdb = None  # the old backend belongs to a destroyed process group
@@ -212,31 +207,40 @@ def use_accelerator(device: torch.device) -> None:
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
     kind = device.type
-    if get_accelerator().device_name() != kind and kind in ACCELERATORS:
+    if get_accelerator().device_name() != kind:
         home = import_module(f"deepspeed.accelerator.{kind}_accelerator")
         set_accelerator(getattr(home, f"{kind.upper()}_Accelerator")())
 
 
 @contextlib.contextmanager
-def starting(joined: type) -> Iterator[None]:
+def starting(joined: type, sharded: Iterable[Any]) -> Iterator[None]:
     """Context of ``deepspeed.initialize``, which here leaves out
 
     - the broadcast of rank 0's parameters, which ranks have already: it fails on 0-dim ones;
     - stage 3's hooks of modules, which :class:`ModuleHooks` replaces, and its dictionaries of parameters;
+    - residency's interception in its hooks of gradients;
     - the check for DeepSpeed's own CPU Adam if ``offload.ratio`` is below 1. DeepSpeed would step some masters on the
       device itself, but here users' own optimizers step all masters. ``joined`` is the optimizer that DeepSpeed gets.
+
+    Stage 3 formats all parameters as text, so inside the context those that are ``sharded`` already are really empty.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.zero import parameter_offload, stage3
+    from deepspeed.runtime.zero import parameter_offload, stage3, stage_1_and_2
 
+    register = stage3.register_grad_hook
     with contextlib.ExitStack() as stack:
         for home, name, value in (
             (DeepSpeedEngine, "_broadcast_model", lambda self: None),
             (parameter_offload.DeepSpeedZeRoOffload, "_register_deepspeed_module", lambda self, module: None),
             (parameter_offload, "_inject_parameters", lambda module, cls: None),
             (stage3, "DeepSpeedCPUAdam", joined),
+            (stage3, "register_grad_hook", lambda p, hook: register(p, _plainly(hook))),
+            (stage_1_and_2, "register_grad_hook", lambda p, hook: register(p, _plainly(hook))),
         ):
             stack.enter_context(_instead(home, name, value))
+        for p in sharded:
+            set_data(p, torch.empty(0, dtype=p.dtype, device=p.device))
+            stack.callback(free, p)
         yield
 
 
@@ -250,25 +254,36 @@ def _skip_replicated() -> None:
     _patch([parameter_offload, partitioned_param_coordinator], "iter_params", make)
 
 
-def watch(p: Any, before_empty: Callable[[Any], None]) -> None:
-    """Has ``before_empty`` called with ``p`` before stage 3 frees the memory of ``p``."""
-    p.ds_before_empty = before_empty
+def watch(p: Any, before_free: Callable[[Any], None]) -> None:
+    """Has ``before_free`` called with ``p`` before stage 3 frees the memory of ``p``; ``p`` then keeps its shape."""
+    p.ds_before_free = before_free
 
 
-def _tell_watchers() -> None:
-    """Patches stage 3 to call the functions given to :func:`watch`; other parameters behave as before."""
+def _keep_shapes() -> None:
+    """Patches how stage 3 frees parameters given to :func:`watch`; others get the shape (0,), as before."""
     from deepspeed.runtime.zero import partition_parameters as home
 
-    def make(free: Callable[[Any], None]) -> Any:
+    def make(free_as_before: Callable[[Any], None]) -> Any:
         def free_param(param: Any) -> None:
             with DisableTorchFunction(), torch.no_grad():
-                if (before_empty := getattr(param, "ds_before_empty", None)) is not None:
-                    before_empty(param)
+                if (before_free := getattr(param, "ds_before_free", None)) is None:
+                    free_as_before(param)
+                    return
+                before_free(param)
+                if not hasattr(param, "ds_freed"):
+                    param.ds_freed = torch.empty_like(param)
+                    param.ds_freed.untyped_storage().resize_(0)
+                free_as_before(param)
                 free(param)
 
         return free_param
 
     _patch([home], "free_param", make)
+
+
+def free(p: Any) -> None:
+    """Frees the memory of a stage-3 parameter, which keeps its shape."""
+    set_data(p, p.ds_freed)
 
 
 # -- sharding ------------------------------------------------------------------------------------------------------
@@ -291,7 +306,8 @@ def sharder(config: dict[str, Any]) -> Callable[[list[nn.Parameter]], None]:
     return shard
 
 
-_ON_PARAMETERS = {"__reduce_ex__"}  # set by plain_copies
+_ON_MODULES = {"_external_params", "all_parameters", "register_external_parameter"}
+_ON_PARAMETERS = {"__reduce_ex__"}
 
 
 @contextlib.contextmanager
@@ -300,22 +316,30 @@ def marking(params: Iterable[Any]) -> Iterator[None]:
     before = {p: set(vars(p)) for p in params}
     yield
     for p, names in before.items():
-        _ON_PARAMETERS.update(set(vars(p)) - names)
+        _ON_PARAMETERS.update(vars(p).keys() - names)
 
 
-def is_on_parameters(name: str) -> bool:
-    """Whether a parameter's attribute of this name is DeepSpeed's or this engine's."""
-    return name in _ON_PARAMETERS or name.startswith(("ds_", "_ds_"))
+def is_on_modules(name: str) -> bool:
+    """Whether a module's attribute of this name is DeepSpeed's."""
+    return name.startswith("ds_") or name in _ON_MODULES
 
 
 def attributes(p: Any) -> dict[str, Any]:
     """Returns the attributes that user code has set on ``p``."""
-    return {name: value for name, value in vars(p).items() if not is_on_parameters(name)}
+    user = [n for n in vars(p) if n not in _ON_PARAMETERS and not n.startswith(("ds_", "_ds_"))]
+    return {name: getattr(p, name) for name in user}
 
 
-def _without_marks(p: Any) -> None:
-    for name in list(filter(is_on_parameters, vars(p))):
-        delattr(p, name)
+def pickle_plainly(params: Iterable[Any]) -> None:
+    """Has ``torch.save`` write the values and the user's attributes of ``params``, without DeepSpeed's buffer."""
+
+    def reduced(p: Any, protocol: Any) -> Any:
+        plain = nn.Parameter(p.data.clone(), p.requires_grad)
+        vars(plain).update(attributes(p))
+        return plain.__reduce_ex__(protocol)
+
+    for p in params:
+        p.__reduce_ex__ = partial(reduced, p)
 
 
 # -- one backward --------------------------------------------------------------------------------------------------
@@ -331,7 +355,8 @@ def backward(engine: Any, run_backward: Callable[[], None], before_end: Callable
     engine._running_engine_backward = True
     try:
         engine._backward_prologue()
-        run_backward()
+        with EnableTorchFunction():  # user code in it may touch resharded parameters
+            run_backward()
         before_end()
         engine._backward_epilogue()
     finally:
@@ -365,14 +390,6 @@ def before_buckets(engine: Any, action: Callable[[Sequence[Any]], None]) -> None
     setattr(zero, _REDUCE_BUCKET, reduce)
 
 
-def give_zeros(p: Any) -> None:
-    """Sets ``p.grad`` to zeros of the full shape, whether ``p`` is sharded or not."""
-    zeros = torch.zeros(full_shape(p), dtype=p.dtype, device=p.device)
-    kept, p.data = p.data, zeros  # torch accepts only a gradient of the parameter's current shape
-    p.grad = zeros
-    p.data = kept
-
-
 # -- locations of tensors ------------------------------------------------------------------------------------------
 
 
@@ -381,16 +398,14 @@ class Shards(ABC):
 
     Args:
         engine: From ``deepspeed.initialize``.
-        shapes: The full shapes of these parameters.
 
     Attributes:
         pieces: Parameter -> its piece.
         with_grad: Parameters that have a gradient; alike on all ranks.
     """
 
-    def __init__(self, engine: Any, shapes: Mapping[Tensor, torch.Size]) -> None:
-        self.zero = engine.optimizer
-        self.shapes = shapes
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.zero = engine, engine.optimizer
         self.pieces: dict[Tensor, Piece] = {}
         self.with_grad: set[Tensor] = set()
         self._find_pieces()
@@ -398,16 +413,9 @@ class Shards(ABC):
     def __contains__(self, p: Any) -> bool:
         return p in self.pieces
 
-    def assemble(self, p: Tensor, local: Tensor) -> Tensor:
-        """Returns the full tensor of which ``local`` is this rank's piece (collective).
-
-        The sum over ranks is exact, because each element is non-zero on one rank only.
-        """
-        return self.assembly(p, local)()
-
     def assembly(self, p: Tensor, local: Tensor) -> Assembly:
-        """Returns the function that does the same later, even when DeepSpeed is gone."""
-        return Assembly(self.shapes[p], self.pieces[p].offset, local)
+        """Returns the function that assembles the full tensor of which ``local`` is this rank's piece."""
+        return Assembly(p.shape, self.pieces[p].offset, local)
 
     def cut(self, p: Tensor, full: Tensor) -> Tensor:
         """Returns this rank's piece of ``full``, a tensor of the full shape of ``p``, 1-D; a view if ``full`` is
@@ -590,13 +598,8 @@ class Shards3(Shards):
     def after_backward(self, takes: bool) -> None:
         self.zero._epilogue_ran_this_backward = False
 
-    def reshard(self) -> None:
-        """Reshards all parameters, so that every rank holds only its shards."""
-        self.zero.parameter_offload.partition_all_parameters()
-        self.zero.parameter_offload.get_param_coordinator().hierarchy = 0
-
     def _publish(self, flats: list[int]) -> None:
-        self.reshard()
+        release_all(self.engine)
         for i in flats:
             self.zero._reassign_or_swap_out_partitioned_parameters(i)
         self.zero.invalidate_secondary_tensor()
@@ -623,38 +626,23 @@ def leave_shard(p: Any) -> None:
             set_data(p, p.detach().clone())
 
 
-def _shard(p: Any) -> tuple[int, Tensor]:
-    """Returns this rank's elements of a stage-3 parameter, 1-D without padding, and the index of the first one."""
-    part = p.ds_tensor
-    first = min(part.ds_numel * p.ds_zero_partition_rank, p.ds_numel)
-    return first, part.detach().narrow(0, 0, min(part.ds_numel, p.ds_numel - first))
-
-
 def assembly(p: Any) -> Assembly:
-    """Returns a function that assembles a stage-3 parameter from its shards, even when DeepSpeed is gone."""
-    return Assembly(p.ds_shape, *_shard(p))
+    """Returns the function that assembles a stage-3 parameter from its shards."""
+    shard = p.ds_tensor
+    first = min(shard.ds_numel * p.ds_zero_partition_rank, p.ds_numel)
+    return Assembly(p.ds_shape, first, shard.detach().narrow(0, 0, min(shard.ds_numel, p.ds_numel - first)))
 
 
 def store_part(p: Any) -> None:
     """Copies this rank's part of the full values in ``p`` to its shard of the stage-3 parameter."""
-    first, part = _shard(p)
-    part.copy_(p.detach().reshape(-1).narrow(0, first, part.numel()))
+    mine = assembly(p)
+    mine.part.copy_(mine.of(p))
     p.ds_secondary_tensor = None
-
-
-def empty(p: Any) -> None:
-    """Frees the memory of ``p``, as DeepSpeed does for a resharded stage-3 parameter."""
-    set_data(p, torch.empty(0, dtype=p.dtype, device=p.device))
 
 
 def is_managed(p: Any) -> bool:
     """Whether stage 3 shards this parameter."""
     return hasattr(p, "ds_id")
-
-
-def full_shape(p: Any) -> torch.Size:
-    """Returns the full shape of a parameter, sharded or not."""
-    return p.ds_shape if is_partitioned(p) else p.shape
 
 
 def cut_of(p: Any) -> Tensor | None:
@@ -666,15 +654,6 @@ def is_partitioned(p: Any) -> bool:
     """Whether ``p`` is a stage-3 parameter that is resharded or still being gathered."""
     status = getattr(p, "ds_status", None)
     return status is not None and status.name != "AVAILABLE"
-
-
-def expect_in_flight(root: nn.Module, params: Iterable[Any]) -> None:
-    """Attaches DeepSpeed's registry of gathers in flight to ``params``, so that :func:`land` can wait for them.
-
-    Parameters gathered ahead are empty until the next module waits for them, and that module never runs if a step ends
-    early. User code's reads and writes must wait as well."""
-    for p in params:
-        p.ds_in_flight = root.ds_inflight_param_registry
 
 
 def is_ahead(p: Any) -> bool:
@@ -722,6 +701,10 @@ class ModuleHooks:
         self._coordinator = offload.get_param_coordinator()
         self._rests, self._begins, self._is_alone = rests, begins, engine.dp_world_size == 1
         self._in_backward: set[nn.Module] = set()
+        # Parameters gathered ahead are not ready until their module waits for them, and that module never runs if a
+        # step ends early. User code's reads and writes must wait as well.
+        for p in filter(is_managed, root.parameters()):
+            p.ds_in_flight = root.ds_inflight_param_registry  # type: ignore[attr-defined]
         for number, module in enumerate(dict.fromkeys(_gathered_modules(root))):
             module.ds_id, module.ds_recompute_parameters = number, set()  # type: ignore[assignment]
             offload.forward_hooks += [  # which DeepSpeed removes
@@ -879,13 +862,6 @@ def end(engine: Any, root: nn.Module, failed: bool) -> None:
         for name in list(vars(module)):
             if is_on_modules(name) or name == "__reduce_ex__":  # the latter is set by plain_copies
                 delattr(module, name)
-    for parameter in root.parameters():
-        _without_marks(parameter)
-
-
-def is_on_modules(name: str) -> bool:
-    """Whether a module's attribute of this name is DeepSpeed's."""
-    return name.startswith("ds_") or name in _ON_MODULES
-
-
-_ON_MODULES = ("_external_params", "all_parameters", "register_external_parameter")
+    for p in root.parameters():
+        for name in vars(p).keys() - attributes(p).keys():
+            delattr(p, name)

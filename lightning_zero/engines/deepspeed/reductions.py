@@ -27,8 +27,7 @@ from lightning_zero.comm.agree import IN_STEP, Agreement
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.order import Order
-from lightning_zero.engines.deepspeed.parameters import Parameters
-from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
+from lightning_zero.engines.deepspeed.parameters import Parameters, Phase
 
 _OUTSIDE = (
     "loss.backward() outside of training_step: at stages 2 and 3 DeepSpeed adds each gradient to the step as it"
@@ -44,7 +43,6 @@ class Reductions:
     """Follows the gradients of one window after the other.
 
     Args:
-        under_way: The engine's current activities.
         agreement: Channel to all ranks; ``None`` if they use the same parameters.
 
     Attributes:
@@ -52,14 +50,11 @@ class Reductions:
         window_open: True between a window's first backward and its agreement: gradients are partial sums.
     """
 
-    def __init__(
-        self, params: Parameters, config: ZeroConfig, under_way: UnderWay, agreement: Agreement | None
-    ) -> None:
-        self._params, self._stage, self._under_way = params, config.stage, under_way
+    def __init__(self, params: Parameters, config: ZeroConfig, agreement: Agreement | None) -> None:
+        self._params, self._stage = params, config.stage
         self._fills, self._agreement = config.find_unused_parameters, agreement
         self._trained: Sequence[Tensor] = ()
         self._arrived: set[Tensor] = set()  # in this backward
-        self._given: set[Tensor] = set()  # handed over in this backward
         self._next: list[Tensor] = []  # not handed over yet in this backward; the next one is the last in the list
         self._in_turn = False
         self.used: set[Tensor] = set()
@@ -76,7 +71,6 @@ class Reductions:
         """Starts a backward. ``reduces`` tells whether DeepSpeed reduces its gradients, or accumulates them on the
         parameters."""
         self._arrived.clear()
-        self._given.clear()
         fills = self._fills and reduces
         self._in_turn = fills and self._stage < 3
         self._next = [p for p in self._trained if p.requires_grad] if fills else []
@@ -85,36 +79,31 @@ class Reductions:
         """Is called for each gradient that autograd has accumulated on ``p``.
 
         Raises:
-            ValueError: If the gradient comes from a backward outside the engine's step, or if DeepSpeed has a gradient
-                of ``p`` from this backward already.
+            ValueError: If the gradient comes from a backward outside the engine's step, or is the second one of ``p``
+                in a backward that reduces.
         """
-        if Phase.BACKWARD not in self._under_way:
+        if self._params.phase is not Phase.BACKWARD:
             if self._stage > 1:
                 raise ValueError(_OUTSIDE)
             self._give(p)
             return
-        if p in self._given:
+        if p in self._arrived and (self._in_turn or self._stage > 1):
             raise ValueError(_AGAIN)
         self._arrived.add(p)
         if not self._in_turn:
-            self._hand_over(p)
+            self._give(p)
         while self._in_turn and self._next and self._next[-1] in self._arrived:
-            self._hand_over(self._next.pop())
-
-    def _hand_over(self, p: Tensor) -> None:
-        if self._in_turn or self._stage > 1:
-            self._given.add(p)
-        self._give(p)
+            self._give(self._next.pop())
 
     def end(self) -> None:
         """Hands over the remaining gradients. Must run before DeepSpeed's own epilogue, which reduces the last
         bucket."""
         while self._next:
             p = self._next.pop()
-            if p not in self._given:
+            if self._in_turn or p not in self._arrived:
                 if p.grad is None:
-                    private.give_zeros(p)
-                self._hand_over(p)
+                    p.grad = torch.zeros_like(p)
+                self._give(p)
         self.used |= self._arrived
 
     # -- the end of a window -------------------------------------------------------------------------------------

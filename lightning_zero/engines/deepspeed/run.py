@@ -1,4 +1,4 @@
-"""The parts of a ``deepspeed`` run outside the engine: its config, recomputation, compiling.
+"""The parts of a ``deepspeed`` run outside the engine: its config and recomputation.
 
 :class:`~lightning_zero.engines.run.EngineRun` defines the order in which a run calls these methods.
 """
@@ -62,7 +62,7 @@ class DeepSpeedRun(EngineRun):
         agreement: Agreement,
         place: Place,
     ) -> None:
-        """Checks settings and file against the run, and sets up recomputation and compilation (collective).
+        """Checks settings and file against the run, and sets up recomputation (collective).
 
         Raises:
             ValueError: On every rank, before anything is sharded.

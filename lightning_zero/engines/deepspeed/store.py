@@ -3,15 +3,16 @@
 With P parameters, parameter ``n`` has the key ``n``, and its gradient the key ``P + n``. Optimizers' states have no
 keys: see ``optimizer_step``.
 
-At stages 1 and 2 a parameter is always full, a view of DeepSpeed's buffer. At stage 3 DeepSpeed allocates it when its
-module runs, and empties it afterwards; an empty parameter has shape (0,). A parameter that user code has open lies in
-memory of its own (its *spot*). So does, until the step ends, a parameter of which user code has touched older memory.
+At stages 1 and 2 a parameter is always full, a view of DeepSpeed's buffer. At stage 3 DeepSpeed gathers it when its
+module runs, and frees its memory afterwards; the shape stays. Between steps a parameter that user code touches is
+gathered into memory of its own.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from torch.autograd.graph import increment_version
 
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.gradients import Gradients
-from lightning_zero.engines.deepspeed.parameters import Parameters
-from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
+from lightning_zero.engines.deepspeed.parameters import Parameters, Phase
 from lightning_zero.engines.refusals import require_shape
 from lightning_zero.engines.residency import Residency, Views
+from lightning_zero.engines.torch_functions import tensors_in
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     set_data,
@@ -42,7 +43,6 @@ class DeepSpeedStore:
 
     Args:
         params: The module's parameters, with masters and gradients once an optimizer is attached.
-        under_way: The engine's current activities.
         backward: The engine's ``backward``, for a backward that user code starts inside a step.
         views: Memory left to views.
         before_bring: Called before a parameter is gathered in a step.
@@ -55,26 +55,24 @@ class DeepSpeedStore:
     def __init__(
         self,
         params: Parameters,
-        under_way: UnderWay,
         views: Views,
         gradients: Gradients,
         backward: Callable[[Callable[[], None]], None],
         before_bring: Callable[[Tensor], None],
     ) -> None:
-        self.hides_shapes = self._stage3 = params.stage3
+        self._stage3 = params.stage3
         self._views = views
         self._params: list[Any] = list(params.held)
         self._own: dict[int, int] = {id(p): key for key, p in enumerate(params.held)}  # id of a parameter -> its key
-        self._homes: dict[int, Tensor] = {}  # key -> DeepSpeed's memory of a parameter that lies in a spot
-        self._aliases: dict[int, list[weakref.ref[Tensor]]] = {}  # key -> p.data and p.detach() in DeepSpeed's memory
-        self._module, self._under_way, self._gradients = params, under_way, gradients
+        self._aliases: dict[int, list[weakref.ref[Tensor]]] = {}  # stages 1 and 2: key -> p.data and p.detach()
+        self._module, self._gradients = params, gradients
         self._backward, self._before_bring = backward, before_bring
         self._versions: dict[int, int] = {}  # key -> the parameter's version when it was last stored
         self._maybe_written: set[int] = set()  # keys of writes that a version does not show
         self._buffers: dict[int, tuple[Any, int]] = {}  # stages 1 and 2: each buffer and its number of users
         if self._stage3:
             for p in params.held:
-                private.watch(p, self.before_empty)
+                private.watch(p, self.before_free)
 
     def begin(self) -> None:
         """Records versions and buffers, once DeepSpeed has laid out its memory."""
@@ -88,7 +86,6 @@ class DeepSpeedStore:
         """Drops all parameters, which are ordinary tensors again."""
         self._own.clear()
         self._params.clear()
-        self._homes.clear()
         self._buffers.clear()
 
     @property
@@ -109,14 +106,12 @@ class DeepSpeedStore:
         return f"parameter {found!r}" if key == number else f"the gradient of parameter {found!r}"
 
     def is_there(self, p: Tensor) -> bool:
-        if self._under_way.is_between():
+        if self._module.is_between():
             return False  # so that a touch opens the parameter, and its values are stored when the window ends
-        if not self._stage3 or Phase.BACKWARD in self._under_way:
-            return True
         return not (private.is_partitioned(p) or private.is_ahead(p))
 
     def shard_of(self, p: Tensor) -> Tensor:
-        return p.new_empty(()).expand(private.full_shape(p))
+        return p
 
     def address(self, p: Tensor) -> int:
         cut = private.cut_of(p)
@@ -144,26 +139,15 @@ class DeepSpeedStore:
 
     def is_held(self, key: int) -> bool:
         p = self._params[key]
-        in_place = self.is_here(key) and key not in self._homes
-        return not in_place and self._views.are_held(p, users_of(p.untyped_storage()) - 1)
+        return not self.is_here(key) and self._views.are_held(p, users_of(p.untyped_storage()) - 1)
 
     def close(self, key: int) -> None:
         p = self._params[key]
         self._store(p)
-        self._leave(key, p)
-
-    def _leave(self, key: int, p: Any) -> None:
-        """Puts ``p`` back into DeepSpeed's memory, or empties ``p`` if DeepSpeed has none for it."""
-        place, home = p.data, self._homes.pop(key, None)
-        if home is not None:
-            home.copy_(place)
-            set_data(p, home)
-        elif self.is_here(key):
-            return
-        else:
-            private.empty(p)
-        storage = place.untyped_storage()
-        self._views.leave(p, storage, users_of(storage) - 1)
+        if not self.is_here(key):
+            storage = p.untyped_storage()
+            private.free(p)
+            self._views.leave(p, storage, users_of(storage))
 
     # -- writes --------------------------------------------------------------------------------------------------
 
@@ -174,26 +158,22 @@ class DeepSpeedStore:
         if private.is_managed(p):
             private.store_part(p)
         key, shards = self._own[id(p)], self._module.shards
-        if (home := self._homes.get(key)) is not None:
-            home.copy_(p)
         if shards is not None and p in shards:
             shards.adopt(p)
         self._versions[key] = version_of(p)
         self._maybe_written.discard(key)
 
     def _is_written(self, key: int, p: Tensor) -> bool:
-        return key in self._homes or key in self._maybe_written or self._versions.get(key) != version_of(p)
+        return key in self._maybe_written or self._versions.get(key) != version_of(p)
 
     def settle(self) -> None:
-        """Stores all that was written inside a step, and moves parameters back into DeepSpeed's memory."""
+        """Stores all that was written inside a step."""
         held = {key for key, (each, num) in self._buffers.items() if users_of(each) > num or _is_numpys(each)}
         if held:  # user code holds these buffers and may write to them at any time
             self._maybe_written.update(key for key, p in enumerate(self._params) if _memory(p) in held)
         for key, p in enumerate(self._params):
             if not private.is_partitioned(p) and self._is_written(key, p):
                 self._store(p)
-                if key in self._homes:
-                    self._leave(key, p)
 
     def stepped(self, params: Iterable[Tensor]) -> None:
         """Records that an optimizer has changed ``params``; a backward through older graphs raises afterwards."""
@@ -203,27 +183,35 @@ class DeepSpeedStore:
         self._versions.update((self._own[id(p)], version_of(p)) for p in changed)
 
     def written(self, p: Tensor) -> None:
-        if not self._under_way.is_between() and Phase.BACKWARD not in self._under_way:
+        if not self._module.is_between():
             self._maybe_written.add(self._own[id(p)])
 
     # -- memory that user code holds -----------------------------------------------------------------------------
 
     def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
-        if aliases and self._stage3 and Phase.BACKWARD not in self._under_way:
-            with DisableTorchFunction():
-                for p in params:
-                    self._views.take(p, result)
-        if first is None and self._stage3:  # a compiled graph, whose backward computes with the parameters themselves
-            for p in params:
-                self.bring(p)
+        if not self._stage3:
+            return
+        with DisableTorchFunction():
+            for p in params if aliases else ():
+                self._views.take(p, result)
+            if torch.is_grad_enabled():
+                before = partial(self._gather_again, params)
+                for node in {t.grad_fn for t in tensors_in((result,)) if t.grad_fn is not None}:
+                    node.register_prehook(before)
 
-    def before_empty(self, p: Tensor) -> None:
+    def _gather_again(self, params: Sequence[Tensor], grads: Any) -> None:
+        """Is called before a node of autograd that may have saved ``params``; their module's backward may not run."""
+        with DisableTorchFunction(), torch.no_grad():
+            for p in params:
+                if not self.is_there(p):
+                    self.bring(p)
+
+    def before_free(self, p: Tensor) -> None:
         """Is called before DeepSpeed frees the memory of ``p``."""
         key = self._own[id(p)]
         self.residency.close(key)
         if self._is_written(key, p) or _is_numpys(p.untyped_storage()):
             self._store(p)
-        self._homes.pop(key, None)
         self._views.leave_in_step(p, lambda: (p.untyped_storage(), users_of(p.untyped_storage()) - 1))
 
     # -- calls ---------------------------------------------------------------------------------------------------
@@ -246,7 +234,7 @@ class DeepSpeedStore:
         self._gradients.write(p, value)
 
     def backward(self, func: Any, run: Callable[[], Any]) -> Any:
-        in_step = Phase.STEP in self._under_way and Phase.BACKWARD not in self._under_way
+        in_step = self._module.phase is Phase.STEP
         if func is torch.autograd.grad:
             if in_step:
                 self.keep_all()
@@ -259,26 +247,30 @@ class DeepSpeedStore:
 
     def aliased(self, p: Tensor, alias: Tensor) -> None:
         key = self._own[id(p)]
-        if self.is_here(key):
+        if not self._stage3:
             alive = [each for each in self._aliases.get(key, ()) if each() is not None]
             self._aliases[key] = [*alive, weakref.ref(alias)]
-        elif self._under_way.is_between():
+        elif not self.is_here(key):
             self._views.take(p, alias)
 
     def assign_data(self, p: Tensor, value: Tensor) -> None:
         require_shape("data", p, value)
-        if _lie_alike(value, p):
+        if value.data_ptr() == p.data_ptr() and value.stride() == p.stride():
             return
-        key = self._own[id(p)]
-        if self.is_here(key) and key not in self._homes:
-            for each in self._aliases.pop(key, ()):
-                if (alias := each()) is not None and _memory(alias) == _memory(p):  # an alias keeps the old values
+        key, shards = self._own[id(p)], self._module.shards
+        if self._stage3 or shards is None or p not in shards:
+            self._views.moved(p)
+            set_data(p, value.detach())
+        elif not self._module.is_between():
+            raise ValueError(
+                f"{self.name(key)}: p.data = value inside a step moves the parameter out of DeepSpeed's buffer: write"
+                " p.data.copy_(value), do it in a hook, or use engine='fsdp2' (or stage=3)."
+            )
+        else:  # p must stay in DeepSpeed's buffer, but its aliases keep the old values
+            for alias in [each() for each in self._aliases.pop(key, ())]:
+                if alias is not None:
                     set_data(alias, alias.clone())
-            self._homes[key] = p.data
-        self._views.moved(p)
-        if any(_memory(value) == _memory(each) for each in self._params):
-            value = value.clone()  # value lies in another parameter's memory, which DeepSpeed may free
-        set_data(p, value.detach())
+            p.data.copy_(value)
         self.written(p)
 
     def keep_all(self) -> None:
@@ -299,8 +291,3 @@ def _memory(tensor: Tensor) -> int:
 def _is_numpys(memory: Any) -> bool:
     """Whether NumPy may share ``memory``; NumPy's writes change no version counter."""
     return memory.device.type == "cpu" and not memory.resizable()
-
-
-def _lie_alike(a: Tensor, b: Tensor) -> bool:
-    same = _memory(a) == _memory(b)
-    return same and a.storage_offset() == b.storage_offset() and a.stride() == b.stride()

@@ -39,7 +39,7 @@ class Fsdp2Store:
         names: ``id`` of each of the user's parameters -> its name.
     """
 
-    hides_shapes = only_brings = False
+    only_brings = False
 
     def __init__(
         self,
