@@ -149,11 +149,11 @@ class Engine(ABC):
         barrier = Barrier(agreement, self.peer_memory) if waits and agreement is not None else None
         budget = budget_bytes(self.device, agreement)
         self.residency = Residency(store, is_between, barrier, budget)
-        graphs.begin(self.residency)
+        self._graphs = graphs.Calls(self.residency)
         self._end_transforms = translate_transformed(self.residency.before_transform)
 
     def end_residency(self) -> None:
-        graphs.end(self.residency)
+        self._graphs.end()
         self._end_transforms()
 
     def view(self) -> Mode:

@@ -29,37 +29,38 @@ class _Process:
     """State that exists once per process."""
 
     dynamo: Dynamo | None = None
-    residency: Residency | None = None
-    """That of the current run. Graphs outlive the run."""
+    inputs: Residency | None = None
+    """Handler of the current run. Graphs outlive the run."""
     traced_outside = True
-    """Whether graphs may exist that were traced outside of a run and therefore do not call the residency."""
+    """Whether graphs may exist that were traced outside of a run and therefore do not call the handler."""
 
 
-def begin(residency: Residency) -> None:
-    """Calls all graphs through ``residency`` from now on; code that was traced outside of a run is traced again."""
-    if _Process.dynamo is None:
-        _Process.dynamo = Dynamo(_seen_to, _is_owned)
-    if _Process.traced_outside:
-        _Process.dynamo.forget_graphs()
-        _Process.traced_outside = False
-    _Process.residency = residency
+class Calls:
+    """Calls all graphs through ``inputs`` until :meth:`end`; code that was traced outside of a run is traced again."""
 
+    def __init__(self, inputs: Residency) -> None:
+        if _Process.dynamo is None:
+            _Process.dynamo = Dynamo(_seen_to, _is_owned)
+        if _Process.traced_outside:
+            _Process.dynamo.forget_graphs()
+            _Process.traced_outside = False
+        self._inputs = _Process.inputs = inputs
 
-def end(residency: Residency) -> None:
-    """Graphs get their inputs unchanged from now on, unless another run has begun."""
-    if _Process.residency is residency:
-        _Process.residency = None
+    def end(self) -> None:
+        """Graphs get their inputs unchanged from now on, unless another run has begun."""
+        if _Process.inputs is self._inputs:
+            _Process.inputs = None
 
 
 def _is_owned(p: Tensor) -> bool:
-    return _Process.residency is not None and _Process.residency.owns(p)
+    return _Process.inputs is not None and _Process.inputs.owns(p)
 
 
 def _seen_to(module: Any, graph: Graph) -> Graph:
-    """Wraps ``graph`` so that the current run's residency calls it. User parameters have the same positions in each
+    """Wraps ``graph`` so that the current run's handler calls it. User parameters have the same positions in each
     call."""
-    _Process.traced_outside |= _Process.residency is None
-    if _Process.residency is not None and assigns_data(module):
+    _Process.traced_outside |= _Process.inputs is None
+    if _Process.inputs is not None and assigns_data(module):
         raise ValueError(
             "compiled code assigns p.data, which would replace the memory in which the strategy keeps the parameter:"
             " write p.copy_(...) under torch.no_grad(), or mark the function with torch.compiler.disable."
@@ -69,11 +70,11 @@ def _seen_to(module: Any, graph: Graph) -> Graph:
 
     def call(*args: Any) -> Any:
         nonlocal places
-        if _Process.residency is None:
+        if _Process.inputs is None:
             return graph(*args)
         if places is None:
             places = [i for i, value in enumerate(args) if isinstance(value, nn.Parameter)]
-        return _Process.residency.call_graph(graph, args, [*(args[place] for place in places), *held])
+        return _Process.inputs.call_graph(graph, args, [*(args[place] for place in places), *held])
 
     return call
 

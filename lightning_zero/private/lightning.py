@@ -44,7 +44,7 @@ LIGHTNING = Library(
         # launching
         f"{_LAUNCHERS}.subprocess_script:_SubprocessScriptLauncher": "cluster_environment num_processes num_nodes",
         f"{_LAUNCHERS}.multiprocessing:_MultiProcessingLauncher": "_already_fit _start_method _strategy procs"
-        " _wrapping_function _recover_results_in_main_process _collect_rank_zero_results tempfile mkdtemp",
+        " _wrapping_function _recover_results_in_main_process tempfile mkdtemp",
         f"{_LAUNCHERS}.multiprocessing:_GlobalStateSnapshot": "capture",
         "lightning.fabric.utilities.distributed": "_set_num_threads_if_needed",
         # strategies

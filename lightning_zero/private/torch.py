@@ -42,8 +42,8 @@ TORCH = Library(
         " _C._are_functorch_transforms_active _C._len_torch_dispatch_stack _C._current_graph_task_id"
         " _C._storage_Use_Count _C._dynamo.eval_frame.set_eval_frame UntypedStorage._cdata"
         " ops.aten._local_scalar_dense.default ops.aten.detach.default._schema.is_mutable",
-        "torch:Tensor": "_version _base _use_count _post_accumulate_grad_hooks _make_wrapper_subclass _make_subclass",
-        "torch.nn:Module": "_parameters _buffers _modules _non_persistent_buffers_set _wrapped_call_impl _call_impl"
+        "torch:Tensor": "_version _base _use_count _post_accumulate_grad_hooks _make_wrapper_subclass",
+        "torch.nn:Module": "_parameters _buffers _modules _non_persistent_buffers_set _call_impl"
         " _compiled_call_impl _apply",
         "torch.nn": "MultiheadAttention._reset_parameters Transformer._reset_parameters",
         "torch.autograd": "_engine_run_backward",
