@@ -128,7 +128,7 @@ def needs_no_values(func: Any) -> bool:
 
 
 class Store(Protocol):
-    """An engine's interface: parameters, gradients and states by their keys."""
+    """An engine's interface: parameters and gradients by their keys."""
 
     @property
     def own(self) -> Mapping[int, Any]:
@@ -137,11 +137,12 @@ class Store(Protocol):
     only_brings: bool
     """Whether inside a step a parameter can only be brought, not opened."""
 
+    @property
+    def states(self) -> States:
+        """The optimizer states, which have all keys from ``states.first`` on."""
+
     def key_of(self, p: Tensor) -> int:
         """The key of a user parameter."""
-
-    def parameters(self, key: int) -> Sequence[Tensor]:
-        """The user's parameters of ``key``; empty if the key is of gradients or of a state."""
 
     def is_there(self, p: Tensor) -> bool:
         """Whether the engine has gathered ``p``."""
@@ -311,6 +312,10 @@ class Residency:
         self._open: dict[int, _Open] = {}  # in the order of opening
         self._dumps = self._is_together = False
         self.mode = Mode(self)
+        store.states.residency = self
+
+    def _holder(self, key: int) -> Store | States:
+        return self._store if key < self._store.states.first else self._store.states
 
     # -- windows -------------------------------------------------------------------------------------------------
 
@@ -328,7 +333,7 @@ class Residency:
         """Closes ``key``, if it is open."""
         if self._open.pop(key, None) is not None:
             with _quietly():
-                self._store.close(key)
+                self._holder(key).close(key)
 
     def wait_for_reads(self) -> None:
         """Waits until all ranks have finished their user code. Meanwhile this rank sends its shards to ranks that read
@@ -357,7 +362,8 @@ class Residency:
 
     def _serve(self, served: int) -> None:
         if served != FORWARD:
-            self._store.gather(served - 1 - FORWARD)
+            key = served - 1 - FORWARD
+            self._holder(key).gather(key)
 
     @contextmanager
     def dumping(self) -> Iterator[None]:
@@ -401,18 +407,19 @@ class Residency:
         with _quietly():
             values, by_all = self.gather(key)
             nbytes = sum(value.nbytes for value in values)
-            self._store.open(key, values)
+            self._holder(key).open(key, values)
         self._open[key] = _Open(nbytes, by_all)
 
     def gather(self, key: int) -> tuple[list[Tensor], bool]:
         """Returns the full tensors of ``key``, and whether all ranks have requested them (collective)."""
         waits = self._barrier is not None and self._is_between() and not self._is_together
-        if not waits or self._store.is_here(key):
-            return self._store.gather(key), True
+        holder = self._holder(key)
+        if not waits or holder.is_here(key):
+            return holder.gather(key), True
         assert self._barrier is not None
         # Numbers above FORWARD are keys, from 0 on; _serve decodes them.
-        by_all = self._barrier.ask(key + 1 + FORWARD, lambda: f"a read of {self._store.name(key)}", self._serve)
-        return self._store.gather(key), by_all
+        by_all = self._barrier.ask(key + 1 + FORWARD, lambda: f"a read of {holder.name(key)}", self._serve)
+        return holder.gather(key), by_all
 
     def _make_room(self, keys: Mapping[int, None]) -> None:
         total = sum(each.nbytes for each in self._open.values())
@@ -420,7 +427,7 @@ class Residency:
             if total <= self._budget_bytes:
                 return
             # The current call needs its keys whatever the budget, and closing held memory would free nothing.
-            if key not in keys and not self._store.is_held(key):
+            if key not in keys and not self._holder(key).is_held(key):
                 self.close(key)
                 total -= each.nbytes
 
@@ -719,16 +726,20 @@ class Resharded(Tensor):
 class States:
     """Optimizer states between steps: tensors of full shape in ``optimizer.state``, which are opened when touched.
 
-    All ranks must create them in the same order, because that order gives the keys.
+    All ranks must create them in the same order, because that order gives the keys. Methods with a key are those of
+    :class:`Store`.
 
     Args:
-        first: The lowest key.
+        first: The lowest key; lower ones are the store's.
+        gather: Returns the full tensor of a key and this rank's part of it (collective).
+        store: Copies this rank's part out of a full tensor.
     """
 
     residency: Residency
 
-    def __init__(self, first: int) -> None:
-        self._next = first
+    def __init__(self, first: int, gather: Callable[[int, Any], Tensor], store: Callable[[Tensor, Any], None]) -> None:
+        self.first = self._next = first
+        self._gather, self._store = gather, store
         self._by_key: dict[int, tuple[weakref.ref[Any], Any]] = {}  # the full tensor, and this rank's part
         self._keys: dict[int, int] = {}  # id of the full tensor -> its key
 
@@ -751,15 +762,6 @@ class States:
         key = self._keys.get(id(value))
         return None if key is None else self._by_key[key][1]
 
-    def part(self, key: int) -> Any:
-        if key not in self._by_key:
-            raise RuntimeError("read of an optimizer state that other ranks do not have: read it on every rank")
-        return self._by_key[key][1]
-
-    def tensor(self, key: int) -> Any:
-        """The full tensor with this ``key``; ``None`` if nobody holds it any more."""
-        return self._by_key[key][0]() if key in self._by_key else None
-
     def end(self, entries: Iterable[dict[str, Any]], left: Callable[[Any, Tensor], Any]) -> None:
         """Ends the run: ``entries``, the states of each parameter, hold ``left(part, full tensor)`` from now on."""
         for entry in entries:
@@ -767,8 +769,36 @@ class States:
                 if (part := self.part_of(full)) is not None:
                     entry[name] = left(part, full)
         for key in list(self._by_key):
-            if (full := self.tensor(key)) is not None:
+            if (full := self._full(key)) is not None:
                 full.residency = None
+
+    def _full(self, key: int) -> Any:
+        """The full tensor; ``None`` if nobody holds it any more."""
+        return self._by_key[key][0]() if key in self._by_key else None
+
+    def name(self, key: int) -> str:
+        return "an optimizer's state"
+
+    def is_here(self, key: int) -> bool:
+        return False
+
+    def gather(self, key: int) -> list[Tensor]:
+        if key not in self._by_key:
+            raise RuntimeError("read of an optimizer state that other ranks do not have: read it on every rank")
+        return [self._gather(key, self._by_key[key][1])]
+
+    def open(self, key: int, values: list[Tensor]) -> None:
+        if (full := self._full(key)) is not None:
+            full.open(values[0])
+
+    def close(self, key: int) -> None:
+        if (full := self._full(key)) is not None:
+            self._store(full, self._by_key[key][1])
+            Resharded.close(full, key, self.residency)
+
+    def is_held(self, key: int) -> bool:
+        full = self._full(key)
+        return full is not None and users_of(full.untyped_storage()) > 1
 
 
 class Mode(TorchFunctionMode):

@@ -83,7 +83,7 @@ def _fit(module: zoo.Zoo, strategy: Any) -> Any:
     ("settings", "before", "at_the_end", "world_size"),
     [
         (FSDP2, ("norm", "gradient", "written before"), ("state", "forward", "state_dict"), 2),
-        (DEEPSPEED, ("gradient",), ("forward",), 2),
+        (DEEPSPEED, ("gradient",), ("state", "forward"), 2),
         ({**FSDP2, "shard_size": 2}, (), ("norm",), 4),  # only ranks 2 and 3 have the rows that rank 3 reads
     ],
     ids=["fsdp2", "deepspeed", "replicas"],

@@ -106,7 +106,7 @@ class DeepSpeedEngine(Engine):
         self._reductions = Reductions(self._params, self.config, self._agreement)
         self._begin_residency()
         self._start_from_rank_0()
-        self._full = FullState(self._params, self.mesh)
+        self._full = FullState(self._params, self._store.states, self.mesh)
 
     def _start_from_rank_0(self) -> None:
         """Broadcasts rank 0's values. At stage 3 parameters are sharded at once, module by module in the order of
@@ -329,7 +329,7 @@ class DeepSpeedEngine(Engine):
         self._store_writes()
 
     def sharded_step(self, optimizer: Optimizer, declared: Collection[str]) -> ShardedStep:
-        parts = Pieces(self._params.attached, self.settle, self._store_writes, self._full_step)
+        parts = Pieces(self._params.attached, self._store.states, self.settle, self._store_writes, self._full_step)
         return ShardedStep(optimizer, parts, declared, self.config.offloads_optimizer)
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
@@ -353,15 +353,14 @@ class DeepSpeedEngine(Engine):
 
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
         with torch.no_grad(), DisableTorchFunction():
-            return model_state(self._params, optimizers, self.config, self.device)
+            return model_state(self._params, self._store.states, optimizers, self.config, self.device)
 
     def restore(self, full: bool) -> None:
         self.end_residency()
         self._store_parameters()  # before masters are read
         with torch.no_grad(), DisableTorchFunction():
             values = {p: to_host(private.gathered_copy(p)) for p in self._params.named.values()} if full else {}
-            if not self.failed:
-                self._full.states_to_rows(self._optimizers)
+            self._full.leave_states(self._optimizers, self.failed)
             leave_states(self._optimizers, full and self.config.after_fit == "whole")
             if self._stage3 and not full:
                 self._full.leave_parameters(self.failed)

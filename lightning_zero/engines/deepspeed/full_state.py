@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.later import Value, full_value
+from lightning_zero.checkpoint.later import Value
 from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.shards import as_shard, local
 from lightning_zero.config import ZeroConfig
@@ -20,6 +20,7 @@ from lightning_zero.engines.base import undetached_state_dict
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.model_state import ModelState, states_of
+from lightning_zero.engines.residency import States
 
 
 class FullState:
@@ -29,8 +30,8 @@ class FullState:
     (``DeepSpeedEngine.settle``).
     """
 
-    def __init__(self, params: Parameters, mesh: DeviceMesh) -> None:
-        self._params, self._mesh = params, mesh
+    def __init__(self, params: Parameters, states: States, mesh: DeviceMesh) -> None:
+        self._params, self._states, self._mesh = params, states, mesh
 
     # -- rows, as checkpoints hold them --------------------------------------------------------------------------
 
@@ -57,23 +58,21 @@ class FullState:
         return map_tensors(one, undetached_state_dict(self._params.module))
 
     def optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns ``optimizer.state_dict()`` in rows, except states that user code has made full."""
+        """Returns ``optimizer.state_dict()`` in rows, except states that are full on every rank."""
 
         def one(path: Any, tensor: Tensor) -> Tensor:
-            if isinstance(tensor, LeftState):
-                return self.rows(full_value(tensor.shard))
+            if (assembly := self._states.part_of(tensor)) is not None:
+                return self.rows(assembly())
             return self.rows(private.gathered_copy(tensor)) if tensor in self._params.held else tensor
 
         return map_tensors(one, state)
 
-    def states_to_rows(self, optimizers: Iterable[Optimizer]) -> None:
-        """Replaces pieces in the states of ``optimizers`` by rows (collective)."""
-        for entry in entries(optimizers):
-            for key, value in entry.items():
-                if isinstance(value, LeftState):
-                    entry[key] = self.rows(full_value(value.shard))
-
     # -- after the run -------------------------------------------------------------------------------------------
+
+    def leave_states(self, optimizers: Iterable[Optimizer], failed: bool) -> None:
+        """Leaves rows in the states of ``optimizers`` (collective); after a run that ``failed`` as for parameters."""
+        left = LeftState.of if failed else lambda assembly, full: self.rows(assembly())
+        self._states.end(entries(optimizers), left)
 
     def leave_parameters(self, failed: bool) -> None:
         """Leaves this rank's rows of stage-3 parameters, on the CPU (collective). After a run that ``failed`` other
@@ -88,6 +87,7 @@ class FullState:
 
 def model_state(
     params: Parameters,
+    states: States,
     optimizers: Iterable[Optimizer],
     config: ZeroConfig,
     device: torch.device,
@@ -115,8 +115,6 @@ def model_state(
         for flat in shards.grad_buffers():
             here("gradients", flat, config.offloads_optimizer)
     for _, value in states_of(optimizers):
-        if isinstance(value, LeftState):
-            shard = value.shard
-            value = shard.part if isinstance(shard, private.Assembly) else local(shard)
-        here("optimizer", value, config.offloads_optimizer)
+        assembly = states.part_of(value)
+        here("optimizer", value if assembly is None else assembly.part, config.offloads_optimizer)
     return state

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.checkpoint.later import full_value
-from lightning_zero.engines.after_run import LeftState, without_memory
+from lightning_zero.engines.after_run import LeftState
 from lightning_zero.engines.deepspeed.private import Shards, attributes
-from lightning_zero.private.torch import DisableTorchFunction, set_data
+from lightning_zero.engines.residency import States
+from lightning_zero.private.torch import DisableTorchFunction
 
 
 class Joined(Optimizer):
@@ -46,15 +46,13 @@ class Joined(Optimizer):
 class Pieces:
     """Implements :class:`~lightning_zero.engines.optimizer_step.Parts` on DeepSpeed's pieces.
 
-    Between steps each state is a :class:`~lightning_zero.engines.after_run.LeftState`: it becomes full when user code
-    touches it, and stays full until the next step."""
+    The part of a state that user code sees is a function that assembles it."""
 
     shards: Shards
+    states: States
     settle: Callable[[], None]
     begin_full: Callable[[], None]
     full_step: Callable[[bool], AbstractContextManager[None]]
-    pieces_of: Any = field(default_factory=WeakIdKeyDictionary)
-    """The tensor that represents a state between steps -> :class:`Assembly`."""
 
     def of(self, p: Tensor) -> Tensor | None:
         return self.shards.master(p) if p in self.shards else None
@@ -88,20 +86,12 @@ class Pieces:
         return self.shards.cut(p, full).to(master.device, dtype, copy=True)
 
     def of_state(self, value: Any) -> Tensor | None:
-        found = self.pieces_of.get(value) if isinstance(value, Tensor) else None
-        if found is None:
-            return None
-        if not isinstance(value, LeftState):  # user code has read it, and may have written to it
-            found.part.copy_(found.of(value))
-            set_data(value, without_memory(value, value.device))
-            LeftState.leave(value, found)
-        return found.part
+        found = self.states.part_of(value)
+        return None if found is None else found.part
 
     def state(self, p: Tensor, part: Tensor) -> Tensor:
         assembly = self.shards.assembly(p, part)
-        full = LeftState.of(assembly, torch.empty(assembly.shape, dtype=part.dtype, device="meta"), p.device)
-        self.pieces_of[full] = assembly
-        return full
+        return self.states.show(assembly, torch.empty(assembly.shape, dtype=part.dtype, device="meta"), p.device)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Publishes the stepped masters to the module; otherwise the module's old values would overwrite them."""

@@ -1,7 +1,7 @@
 """DeepSpeed's side of :mod:`~lightning_zero.engines.residency`: opens and closes its parameters by their keys.
 
-With P parameters, parameter ``n`` has the key ``n``, and its gradient the key ``P + n``. Optimizers' states have no
-keys: see ``optimizer_step``.
+With P parameters, parameter ``n`` has the key ``n``, its gradient the key ``P + n``, and optimizer states have
+keys from ``2 P`` on.
 
 At stages 1 and 2 a parameter is always full, a view of DeepSpeed's buffer. At stage 3 DeepSpeed gathers it when its
 module runs, and frees its memory afterwards; the shape stays. Between steps a parameter that user code touches is
@@ -23,7 +23,7 @@ from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.gradients import Gradients
 from lightning_zero.engines.deepspeed.parameters import Parameters, Phase
 from lightning_zero.engines.refusals import require_shape
-from lightning_zero.engines.residency import Residency, Views
+from lightning_zero.engines.residency import Residency, States, Views
 from lightning_zero.engines.torch_functions import tensors_in
 from lightning_zero.private.torch import (
     DisableTorchFunction,
@@ -66,6 +66,11 @@ class DeepSpeedStore:
         self._own: dict[int, int] = {id(p): key for key, p in enumerate(params.held)}  # id of a parameter -> its key
         self._aliases: dict[int, list[weakref.ref[Tensor]]] = {}  # stages 1 and 2: key -> p.data and p.detach()
         self._module, self._gradients = params, gradients
+        self.states = States(
+            2 * len(self._params),
+            gather=lambda key, assembly: assembly(),
+            store=lambda full, assembly: assembly.part.copy_(assembly.of(full)),
+        )
         self._backward, self._before_bring = backward, before_bring
         self._versions: dict[int, int] = {}  # key -> the parameter's version when it was last stored
         self._maybe_written: set[int] = set()  # keys of writes that a version does not show
@@ -96,9 +101,6 @@ class DeepSpeedStore:
 
     def key_of(self, p: Tensor) -> int:
         return self._own[id(p)]
-
-    def parameters(self, key: int) -> Sequence[Tensor]:
-        return [self._params[key]] if key < len(self._params) else ()
 
     def name(self, key: int) -> str:
         number = key % len(self._params)

@@ -192,7 +192,7 @@ class Fsdp2Engine(Engine):
             self._identity.own, self._groups, self._assigned, self._writes, self._views, names, self
         )
         self.reside(self._store, lambda: self._phase is Phase.BETWEEN)
-        self._assigned.residency = self._store.states.residency = self.residency
+        self._assigned.residency = self.residency
         self._other_paths = OtherPaths(sharded.units, self._identity, self._is_in_step)
 
     def _register_hooks(self, sharded: Sharded) -> None:

@@ -20,7 +20,7 @@ from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.assigned import AssignedGradients
 from lightning_zero.engines.fsdp2.writes import Writes
 from lightning_zero.engines.refusals import require_shape
-from lightning_zero.engines.residency import Resharded, States, Views, store_rows
+from lightning_zero.engines.residency import States, Views, store_rows
 from lightning_zero.private.torch import set_data, storage_key, users_of
 
 if TYPE_CHECKING:
@@ -55,17 +55,12 @@ class Fsdp2Store:
         self._views, self._names, self._engine, self.used = views, names, engine, engine.used
         self._keys = {id(p): key for key, group in enumerate(groups) for p in group.fsdp_params}
         self._elsewhere: set[int] = set()  # ids of ShardedParams whose parameter is currently outside its home
-        self.states = States(2 * len(groups))
+        self.states = States(2 * len(groups), self._gather_state, store_rows)
 
     # -- keys ----------------------------------------------------------------------------------------------------
 
     def key_of(self, p: Tensor) -> int:
         return self._keys[id(self.own[id(p)])]
-
-    def parameters(self, key: int) -> Sequence[Tensor]:
-        if key >= len(self._groups):
-            return ()
-        return [private.own_of(p) for p in self._groups[key].fsdp_params]
 
     def is_there(self, p: Tensor) -> bool:
         return self.own[id(p)].sharded_state is private.UNSHARDED  # keep cheap: runs at each call with a parameter
@@ -80,8 +75,6 @@ class Fsdp2Store:
 
     def name(self, key: int) -> str:
         num = len(self._groups)
-        if key >= 2 * num:
-            return "an optimizer's state"
         found = [self._names.get(id(private.own_of(p)), "?") for p in self._groups[key % num].fsdp_params]
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         what = f"parameter {found[0]!r}{more}"
@@ -98,19 +91,19 @@ class Fsdp2Store:
         if key < num:
             private.forget_gather(self._groups[key])  # a gather ahead would fill memory that is about to be freed
             return gathered_each([p.sharded_param for p in self._groups[key].fsdp_params])
-        if key < 2 * num:
-            return gathered_each([grad for _, grad in self._gradients.sharded(self._groups[key - num])])
-        return gathered_each([self.states.part(key)])
+        return gathered_each([grad for _, grad in self._gradients.sharded(self._groups[key - num])])
+
+    def _gather_state(self, key: int, shard: DTensor) -> Tensor:
+        self._engine.touches(key)
+        return gathered_each([shard])[0]
 
     def open(self, key: int, values: list[Tensor]) -> None:
         num = len(self._groups)
         if key < num:
             for p, value in zip(self._groups[key].fsdp_params, values, strict=True):
                 self._open_parameter(p, value)
-        elif key < 2 * num:
+        else:
             self._gradients.open(self._groups[key - num], values, key)
-        elif (full := self.states.tensor(key)) is not None:
-            full.open(values[0])
 
     def _open_parameter(self, p: private.ShardedParam, value: Tensor) -> None:
         if private.home_dtype(p) == value.dtype:
@@ -125,10 +118,7 @@ class Fsdp2Store:
             group = self._groups[key]
             homes = [private.Home(group, p) for p in group.fsdp_params]
             return any(self._views.are_held(private.own_of(home.param), self._users(home)[1]) for home in homes)
-        if key < 2 * num:
-            return self._gradients.are_held(self._groups[key - num])
-        full = self.states.tensor(key)
-        return full is not None and users_of(full.untyped_storage()) > 1
+        return self._gradients.are_held(self._groups[key - num])
 
     def _users(self, home: private.Home) -> tuple[Any, int]:
         """Return the storage of a parameter, and the number of tensors in it that are not the engine's own."""
@@ -141,11 +131,8 @@ class Fsdp2Store:
         num = len(self._groups)
         if key < num:
             self._close_parameters(key)
-        elif key < 2 * num:
+        else:
             self._gradients.close(self._groups[key - num])
-        elif (full := self.states.tensor(key)) is not None:
-            store_rows(full, self.states.part(key))
-            Resharded.close(full, key, self.states.residency)
 
     def _close_parameters(self, key: int) -> None:
         group = self._groups[key]
