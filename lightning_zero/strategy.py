@@ -172,11 +172,6 @@ class ZeroStrategy(Launched, DDPStrategy):
     # -- decisions that Lightning makes by the strategy's type ----------------------------------------------------
 
     @property
-    def is_distributed(self) -> bool:
-        """Makes Lightning inject a DistributedSampler and honour ``sync_dist``."""
-        return True
-
-    @property
     def precision_plugin(self) -> Precision:
         return self._precision_plugin if self._precision_plugin is not None else Precision()
 
