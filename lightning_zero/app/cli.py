@@ -184,7 +184,7 @@ def run_command(command: str, cfg: Any, dry_run: bool = False) -> float | None:
     """Runs ``command`` (a name in :data:`COMMANDS`) with ``cfg``, inside a Hydra job.
 
     Returns:
-        The value of the metric ``optimized_metric``, for the sweeper; ``None`` if the module has not logged it.
+        The value of the metric ``optimized_metric``, for the sweeper; ``None`` if that is not set.
     """
     from hydra.core.hydra_config import HydraConfig
     from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -234,8 +234,12 @@ def run_command(command: str, cfg: Any, dry_run: bool = False) -> float | None:
         raise
     if cause := end_session():  # the next job of a sweep starts clean
         raise RuntimeError(f"The run is done on rank 0, but {cause}.")
-    metric = trainer.callback_metrics.get(cfg.optimized_metric)
-    return None if metric is None else float(metric)
+    if (name := cfg.optimized_metric) is None:
+        return None
+    if name not in trainer.callback_metrics:
+        known = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+        raise ConfigError(f"optimized_metric={name!r}: the module has not logged it; it has logged {known}.")
+    return float(trainer.callback_metrics[name])
 
 
 def trace_profiler(cfg: Any, run_folder: Path) -> Any:

@@ -5,15 +5,15 @@
 *Sharded directory*::
 
     x.ckpt/
-        checkpoint.json     the marker, written last: {"format": 3, "data": "data-1f0c…"}
+        checkpoint.json     the marker, written last: {"format": 2, "data": "data-1f0c…"}
         data-1f0c…/
-            rest.pt         the same dictionary, with a meta tensor in place of each one in *.bin; torch.save
-            shards-0.bin    the bytes of rank 0's shards, one after the other, and so on
-            index.json      each tensor's parts: [first row, number of rows, file, offset, number of bytes]
+            rest.pt         the same dictionary, with a meta tensor in place of each one in *.distcp; torch.save
+            *.distcp        the tensors, by torch.distributed.checkpoint; each rank its own shards
+            index.json      the file and bytes of each part of a tensor
+            .metadata       the same for torch.distributed.checkpoint, a pickle: never read here
 
-The marker names the data folder that is complete, so a killed save leaves the earlier checkpoint valid.
-
-Both forms have one key in addition to Lightning's: :data:`EXTRA`.
+The marker names the data folder that is complete, so a killed save leaves the earlier checkpoint valid. While it is
+written, a data folder is called ``data-.partial``. Both forms have one key in addition to Lightning's: :data:`EXTRA`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MARKER = "checkpoint.json"
 REST = "rest.pt"
 INDEX = "index.json"
 DATA_PREFIX = "data-"
-FORMAT = 3
+FORMAT = 2
 SMALL_BYTES = 4096
 """Plain tensors below this size stay in ``rest.pt``: an index entry would cost more than they do."""
 

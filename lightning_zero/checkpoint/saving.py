@@ -141,7 +141,8 @@ class Saving:
 
         def remove_it() -> None:
             try:
-                checkpoint_io.remove_checkpoint(filepath)
+                if not directory.remove(os.fspath(filepath)):
+                    checkpoint_io.remove_checkpoint(filepath)
             except OSError as error:  # a warning is enough: only this rank is here, and nothing depends on it
                 rank_zero_warn(f"{filepath} could not be deleted: {error}")
 

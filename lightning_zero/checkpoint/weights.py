@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_zero.checkpoint import directory, file, layout
+from lightning_zero.checkpoint import directory, file
 from lightning_zero.errors import CheckpointError
 
 
@@ -36,7 +36,7 @@ def find(path: Path, weights_only: bool | None) -> list[Stored]:
             f"{path} does not exist: load_pretrained reads local folders and files; download a model with"
             " huggingface_hub.snapshot_download, or a checkpoint with fsspec, first."
         )
-    if (path / layout.MARKER).exists():
+    if path.is_dir() and directory.is_begun(path):
         return _of_state(directory.read(path, weights_only)["state_dict"], str(path))
     files = _files_in(path) if path.is_dir() else [path]
     return [stored for each in files for stored in _of_file(each, weights_only)]

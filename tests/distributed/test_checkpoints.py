@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import json
 import os
 import pickle
 import resource
@@ -10,6 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -226,10 +229,10 @@ DAMAGED_FOLDERS = {
         lambda path: (path / "checkpoint.json").write_text('{"format": 99, "data": "data-0"}'),
         "has format 99",
     ),
-    "no shard": (lambda path: _only(path, "*/shards-1.bin").unlink(), "shards-1.bin is missing"),
-    "short shard": (lambda path: os.truncate(_only(path, "*/shards-1.bin"), 100), "shards-1.bin is truncated"),
+    "no shard": (lambda path: _only(path, "*/__1_0.distcp").unlink(), "__1_0.distcp is missing"),
+    "short shard": (lambda path: os.truncate(_only(path, "*/__1_0.distcp"), 100), "__1_0.distcp is truncated"),
     "no rest": (lambda path: _only(path, "*/rest.pt").unlink(), "rest.pt is missing"),
-    "foreign": (_become_foreign, "it is not a sharded checkpoint"),
+    "foreign": (_become_foreign, "it is not a sharded checkpoint of lightning_zero"),
 }
 """Damage to a folder -> how it is done, and the error."""
 
@@ -254,19 +257,41 @@ class Harm:
         return (Path.write_text, (Path(self.path), "harm done"))
 
 
-def _plant(path: Path, harm: Path) -> None:
+def _plant(path: Path, where: str, harm: Path) -> None:
     """Something that should not be unpickled."""
-    torch.save({**torch.load(path, weights_only=True), "evil": Harm(str(harm))}, path)
+    if where == "file":
+        torch.save({**torch.load(path, weights_only=True), "evil": Harm(str(harm))}, path)
+        return
+    (data,) = path.glob("data-*")
+    if where == "rest":
+        torch.save({**torch.load(data / "rest.pt", weights_only=True), "evil": Harm(str(harm))}, data / "rest.pt")
+    elif where == "torch's index":
+        (data / ".metadata").write_bytes(pickle.dumps(Harm(str(harm))))
+    else:
+        content = io.BytesIO()
+        torch.save(Harm(str(harm)), content)
+        (data / "evil").write_bytes(content.getvalue())
+        index = json.loads((data / "index.json").read_text())
+        for piece in (piece for pieces in index.values() for piece in pieces):
+            piece[2:] = ["evil", 0, len(content.getvalue())]
+        (data / "index.json").write_text(json.dumps(index))
 
 
 def test_nothing_beyond_the_allow_list_is_unpickled(ranks2, tmp_path: Path) -> None:
     file, folder, harm = tmp_path / "file.ckpt", tmp_path / "folder.ckpt", tmp_path / "harm"
-    for form, path in (("file", file), ("sharded", folder)):
-        ranks2(_save, form, str(path))
-        _plant(_only(path, "*/rest.pt") if form == "sharded" else path, harm)
+    ranks2(_save, "file", str(file))
+    ranks2(_save, "sharded", str(folder))
+    rest, piece = (shutil.copytree(folder, tmp_path / f"{where}.ckpt") for where in ("rest", "piece"))
+    for path, where in ((file, "file"), (rest, "rest"), (piece, "piece"), (folder, "torch's index")):
+        _plant(path, where, harm)
+    for path in (file, rest):
         for text in ranks2(_said, _resume, str(path)):
             assert str(path) in text
             assert "weights_only" in text
+    state = lightning_zero.load_checkpoint(piece)["state_dict"]
+    with pytest.raises(CheckpointError, match=r"evil: 'state_dict/first.weight' .* is UnpicklingError"):
+        state["first.weight"].clone()
+    assert len(ranks2(_resume, str(folder))[0]) == 2  # of four steps
     assert not harm.exists()
 
 
@@ -331,17 +356,26 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     assert [directory.read(tmp_path / name, None)["epoch"] for name in ("e3.ckpt", "last.ckpt")] == [3, 9]
 
 
+def test_a_save_in_the_background_takes_no_stream(tmp_path: Path) -> None:
+    """In a thread it is that of the host's first device, which each rank would open and wait for."""
+    saver = BackgroundSaver(Agreement(alone=True))
+    with mock.patch("torch.cuda.is_available"), mock.patch("torch.cuda.current_stream") as current_stream:
+        saver.save({"state_dict": {"w": torch.ones(2000, 3)}}, str(tmp_path / "a.ckpt"))
+        saver.close()
+    assert not current_stream.called
+
+
 def test_the_next_save_of_a_name_replaces_what_a_killed_one_has_left(tmp_path: Path) -> None:
     content = {"state_dict": {"w": torch.ones(2000, 3)}, "epoch": 1}
     (tmp_path / ".file.ckpt.partial").write_bytes(b"half")
-    (tmp_path / "folder.ckpt" / "data-0").mkdir(parents=True)
-    (tmp_path / "folder.ckpt" / "data-0" / "shards-7.bin").write_bytes(b"half")
+    (tmp_path / "folder.ckpt" / "data-.partial").mkdir(parents=True)
+    (tmp_path / "folder.ckpt" / "data-.partial" / "__7_0.distcp").write_bytes(b"half")
     one_file.write(content, str(tmp_path / "file.ckpt"))
     directory.write(content, str(tmp_path / "folder.ckpt"), Agreement(alone=True))
     assert one_file.read(str(tmp_path / "file.ckpt"), None)["epoch"] == 1
     assert directory.read(tmp_path / "folder.ckpt", None)["epoch"] == 1
     assert {p.name for p in tmp_path.iterdir()} == {"file.ckpt", "folder.ckpt"}
-    assert not list(tmp_path.rglob("*partial*")) + list(tmp_path.rglob("shards-7.bin"))
+    assert not list(tmp_path.rglob("*partial*")) + list(tmp_path.rglob("__7_0.distcp"))
 
 
 def _save_where_each_rank_says(folder: str) -> list[str]:
@@ -519,7 +553,7 @@ def test_every_save_ends_on_the_disk(form: str, ranks2, tmp_path: Path) -> None:
         assert any(".x.ckpt." in name for name in first)
         return
     for rank, found in enumerate((first, second)):
-        assert any(Path(name).name.startswith(f".shards-{rank}.bin") for name in found), found
+        assert any(Path(name).name.startswith(f"__{rank}_") for name in found), found
 
 
 def _plugin_with_shards() -> None:
