@@ -561,8 +561,8 @@ class ZeroStrategy(Launched, DDPStrategy):
         states, now = checkpoint["optimizer_states"], [type(unwrapped(o)).__name__ for o in self.optimizers]
         if len(states) != len(now):
             raise ValueError(
-                f"the checkpoint has the states of {len(states)} optimizers, but configure_optimizers returned {len(now)}"
-                f" ({', '.join(now)}): resume with the optimizers that saved it, or load only the weights."
+                f"the checkpoint has the states of {len(states)} optimizers, but configure_optimizers returned"
+                f" {len(now)} ({', '.join(now)}): resume with the optimizers that saved it, or load only the weights."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             self.engine.load_optimizer_state(unwrapped(optimizer), state)
