@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -171,7 +170,9 @@ def _run_hydra(command: str, arguments: list[str]) -> None:
     try:
         app()
     except (HydraException, OmegaConfBaseException) as error:  # ConfigError among them
-        _exit_with(_explain(error))
+        from lightning_zero.app.hydra_config import explain
+
+        _exit_with(explain(error))
     except MisconfigurationException as error:
         _exit_with(str(error))
     except (CheckpointError, FileNotFoundError) as error:
@@ -289,22 +290,7 @@ def submit(cfg: Any, run_folder: Path, dry_run: bool) -> None:
     print(done.stdout.strip(), flush=True)
 
 
-# -- errors ----------------------------------------------------------------------------------------------------------
-
-
 def _exit_with(message: str, status: int = 2) -> NoReturn:
     sys.stderr.write(f"lightning-zero: error: {message.strip()}\n")
     sys.stderr.flush()
     sys.exit(status)
-
-
-def _explain(error: BaseException) -> str:
-    """The message of ``error``, with the override that works if it is known."""
-    from lightning_zero.app.hydra_config import meant
-
-    lines, cause, hint = str(error).splitlines(), error.__cause__, meant(error)
-    if cause is not None and str(cause) not in str(error):
-        lines += str(cause).splitlines()
-    # Hydra's advice to append a key with + does not work for a mistyped setting; our hint names the right key.
-    unwanted = r"\s*(object_type|reference_type" + ("|To append to your config use)" if hint else ")")
-    return "\n".join([*(line for line in lines if not re.match(unwanted, line)), *([hint] if hint else [])])

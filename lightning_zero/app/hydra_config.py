@@ -176,11 +176,19 @@ def check_launcher(cfg: DictConfig, name: str) -> None:
         raise ConfigError(f"launcher.name={found!r}: use {uses}.")
 
 
-def meant(error: BaseException) -> str:
-    """Returns the repair if ``error`` says that an override names an unknown key, else ""."""
-    cause: Any = error.__cause__
-    if not isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
-        return ""
+def explain(error: BaseException) -> str:
+    """Returns the message of one of Hydra's errors and, if an override names an unknown key, the one that was meant."""
+    said, cause = str(error), error.__cause__
+    if cause is not None and str(cause) not in said:
+        said = f"{said}\n{cause}"
+    lines = [line for line in said.splitlines() if not line.strip().startswith(("object_type", "reference_type"))]
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
+        # Hydra's advice to append a key with + does not work for a mistyped setting
+        lines = [*(line for line in lines if not line.startswith("To append to your config use")), _meant(cause)]
+    return "\n".join(lines)
+
+
+def _meant(cause: Any) -> str:
     where, _, key = (cause.full_key or "").rpartition(".")
     if where == "trainer" and key in _GROUPS_OF_THEIR_OWN:
         return f"{key} is a group of its own: use {key}=CHOICE."

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig
 
 from lightning_zero.app.hydra_config import ConfigError, as_config_error, make_object, make_zero_config, to_plain
@@ -86,11 +87,11 @@ def _device_memory_gib(config: PlanConfig, device: str, devices: int) -> float:
 
 
 def _on_meta(cfg: DictConfig) -> Any:
-    """Builds the module on the meta device, or in memory if its constructor needs values."""
+    """Builds the module on the meta device, or in memory if that fails: its constructor may need values."""
     try:
         with torch.device("meta"):
             return make_object(cfg, "model")
-    except (NotImplementedError, RuntimeError):
+    except InstantiationException:
         return make_object(cfg, "model")
 
 

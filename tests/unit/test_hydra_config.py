@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hydra.errors import HydraException
 
-from lightning_zero.app.hydra_config import ConfigError, make_strategy, make_trainer, make_zero_config, meant
+from lightning_zero.app.hydra_config import ConfigError, explain, make_strategy, make_trainer, make_zero_config
 from lightning_zero.app.plan_command import run_plan
 from lightning_zero.config import OffloadConfig, ZeroConfig
 from lightning_zero.registry import NAMES
@@ -81,10 +81,8 @@ def test_a_deepspeed_file_decides_what_was_not_chosen(tmp_path):
     ("settings", "message"),
     [
         ({"stage": 4}, "stage=4"),
-        ({"stage": "two"}, "two"),
         ({"stagee": 1}, "strategy: stagee=1 .* Did you mean 'stage'"),
         ({"offload": {"target": "disk"}}, "offload.target='disk'"),
-        ({"find_unused_parameters": "perhaps"}, "perhaps"),
         ({"offload": {"target": "nvme"}, "engine": "deepspeed"}, "zero3_nvme"),
     ],
 )
@@ -105,7 +103,7 @@ def test_wrong_settings_are_config_errors(settings, message):
 def test_the_error_about_a_key_names_the_one_that_was_meant(override, text):
     with pytest.raises(HydraException) as raised:
         _composed(override)
-    assert text in meant(raised.value)
+    assert text in explain(raised.value)
 
 
 def test_keys_that_hydra_adds_are_refused_too():
