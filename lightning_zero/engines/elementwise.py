@@ -83,6 +83,6 @@ def refuse_other_states(optimizer: Optimizer) -> None:
                 name = type(optimizer).__name__
                 raise ValueError(
                     f"elementwise_optimizers={[name]}: a {name} keeps the state {key!r} of shape {tuple(value.shape)}"
-                    f" for {tuple(p.shape)} elements, so which of its states to shard is unknown; leave it out, and it"
-                    " steps on full tensors."
+                    f" for a shard of shape {tuple(p.shape)}, so which of its states to shard is unknown; leave it out,"
+                    " and it steps on full tensors."
                 )

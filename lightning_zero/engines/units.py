@@ -165,7 +165,7 @@ def matching(module: nn.Module, patterns: Sequence[str], setting: str = "units")
             classes = sorted({type(m).__name__ for m in module.modules() if _holds_parameters(m)})
             raise ValueError(
                 f"{setting}={list(patterns)!r}: {pattern!r} {reason}. Use a class name ({', '.join(classes)}) or a"
-                f" pattern on module names such as {_example_name(module)!r}."
+                " pattern on module names such as 'blocks.*'."
             )
         chosen.update(dict.fromkeys(usable))
     return list(chosen)
@@ -175,10 +175,6 @@ def _matches(name: str, pattern: str) -> bool:
     """Matches level by level, like file names: ``blocks.*`` matches the blocks, not the modules inside them."""
     levels, wanted = name.split("."), pattern.split(".")
     return len(levels) == len(wanted) and all(map(fnmatchcase, levels, wanted))
-
-
-def _example_name(module: nn.Module) -> str:
-    return next((n for n, m in module.named_modules() if n and _holds_parameters(m)), "layers.*")
 
 
 def _holds_parameters(module: nn.Module) -> bool:
