@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -98,8 +99,8 @@ def check(
     """Runs the check, prints the lines of each part when it has ended, and writes ``check.json`` and ``check.md``.
 
     Args:
-        module: An untrained ``LightningModule``; ``None`` uses a small GPT. Other processes unpickle it, so its classes
-            must be importable: not those of the script that calls this function.
+        module: An untrained ``LightningModule``; ``None`` uses a small GPT. Other processes unpickle it. Classes that
+            the script itself defines need ``cloudpickle`` for that.
         data: Its ``LightningDataModule`` or training ``DataLoader``, with twelve micro-batches per rank that are the
             same in each run.
         precision: As for ``Trainer(precision=...)``. fp32 is always checked as well.
@@ -141,7 +142,7 @@ def check(
             own=module is not None,
         )
         if job.own and is_first:
-            torch.save((module, data), scratch / "module.pt")
+            torch.save((module, data), scratch / "module.pt", pickle_module=_pickle())
         report.about["run"] = asdict(replace(job, folder=os.fspath(folder)))
         for part in (part for part in PARTS if part in parts):
             began = time.time()
@@ -165,6 +166,14 @@ def check(
 # -- settings --------------------------------------------------------------------------------------------------------
 
 
+def _pickle() -> Any:
+    try:
+        import cloudpickle  # optional: only classes that the script itself defines need it
+    except ModuleNotFoundError:
+        return pickle
+    return cloudpickle
+
+
 def _environment() -> Any:
     """Returns Lightning's environment if torchrun, srun or mpirun has started this command per rank, else ``None``."""
     if TorchElasticEnvironment.detect():
@@ -179,6 +188,8 @@ def _ranks(environment: Any, asked: int | None, on_gpu: bool) -> tuple[int, int]
     if environment is not None:
         found = environment.world_size()
         here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", found)))
+        if asked not in (None, here):
+            raise ValueError(f"devices={asked}: the launcher has started {here} ranks here; leave devices out.")
         return here, found // here
     gpus = torch.cuda.device_count() if on_gpu else 0
     if asked is not None and not 1 <= asked <= (gpus or asked):

@@ -121,7 +121,8 @@ class Job:
     @property
     def shares_gpu(self) -> bool:
         """Whether two ranks share the only GPU."""
-        return self.accelerator == "gpu" and self.world_size == 2 and torch.cuda.device_count() == 1
+        on_one_host = (self.devices, self.num_nodes) == (2, 1)
+        return self.accelerator == "gpu" and on_one_host and torch.cuda.device_count() == 1
 
     def strategy(self, name: str) -> Any:
         """Returns a new strategy: ``ddp``, ``fully_shard`` or one of ``STAGES``."""

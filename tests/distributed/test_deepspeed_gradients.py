@@ -115,6 +115,31 @@ class EndsEarly(Heads):
         return -1 if batch_idx == 3 and self.trainer.current_epoch == 0 else None
 
 
+class ShiftsOnOddRanks(Zoo):
+    """Every rank runs every module; inside, odd ranks use one parameter more. Gradients that were reduced as they come
+    would give other numbers, or ranks would wait for ever."""
+
+    def build(self) -> None:
+        self.net, self.shift = zoo.Net(), _Shift()
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self.net(self.shift(x)), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class _Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(zoo.WIDTH))
+        self.shift = nn.Parameter(torch.zeros(zoo.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain + self.shift if zoo._odd_rank() else x * self.gain
+
+
 def _train(make: type[Zoo], settings: Any, options: dict[str, Any] | None = None) -> dict[str, Tensor]:
     torch.manual_seed(5)
     module = make()
@@ -123,19 +148,21 @@ def _train(make: type[Zoo], settings: Any, options: dict[str, Any] | None = None
     return loops._weights(module) | {"losses": torch.tensor(module.losses)}
 
 
+SMALL_BUCKETS = {"deepspeed_config": {"zero_optimization": {"reduce_bucket_size": 20}}}
 OFFLOAD = {"offload": "cpu", "deepspeed_config": {"zero_optimization": {"overlap_comm": True}}}
-CASES: list[tuple[type[Heads], dict[str, Any], list[dict[str, Any]]]] = [
+CASES: list[tuple[type[Zoo], dict[str, Any], list[dict[str, Any]]]] = [
     # module, options of the Trainer, settings
     (SecondBackward, {}, [{"stage": 1}, {"stage": 2, **OFFLOAD}]),
     (Heads, {"accumulate_grad_batches": 2}, [{"stage": 1}, {"stage": 2, **OFFLOAD}]),
     (OwnHead, {"accumulate_grad_batches": 2}, [{"stage": 1}, {"stage": 2, **OFFLOAD}]),
     (EndsEarly, {"accumulate_grad_batches": 2, "max_epochs": 2}, [{"stage": 2}, {"stage": 3}]),
     (ReadsInBackward, {}, [{"stage": 3}]),
+    (ShiftsOnOddRanks, {}, [{"stage": 2, **SMALL_BUCKETS}, {"stage": 3}]),
 ]
 
 
 @pytest.mark.parametrize(("make", "options", "strategies"), CASES)
-def test_gradients_are_ddps(make: type[Heads], options: Any, strategies: Any, ranks2) -> None:
+def test_gradients_are_ddps(make: type[Zoo], options: Any, strategies: Any, ranks2) -> None:
     expected = ranks2(_train, make, zoo.UNUSED, options)
     for settings in strategies:
         results = ranks2(_train, make, {"engine": "deepspeed", **settings}, options)
@@ -184,45 +211,8 @@ def test_parameters_that_only_some_ranks_gather_are_named(ranks2) -> None:
         assert "stage=2" in text
 
 
-class ShiftsOnOddRanks(Zoo):
-    """Every rank runs every module; inside, odd ranks use one parameter more."""
-
-    def build(self) -> None:
-        self.net, self.shift = zoo.Net(), _Shift()
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        return F.mse_loss(self.net(self.shift(x)), y)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class _Shift(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(zoo.WIDTH))
-        self.shift = nn.Parameter(torch.zeros(zoo.WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gain + self.shift if zoo._odd_rank() else x * self.gain
-
-
-def _buckets(numel: int | None) -> dict[str, Any]:
-    return {"zero_optimization": {"reduce_bucket_size": "auto" if numel is None else numel}}
-
-
-@pytest.mark.parametrize(("stage", "numel"), [(2, 20), (3, None)], ids=["many_buckets", "one_bucket"])
-def test_ranks_that_use_different_parameters_fill_the_same_buckets(stage: int, numel: int | None, ranks2) -> None:
-    """Reduced as they come they would give other numbers, without a word, or wait for ever."""
-    expected = ranks2(_train, ShiftsOnOddRanks, zoo.UNUSED)
-    settings = {"engine": "deepspeed", "stage": stage, "deepspeed_config": _buckets(numel)}
-    for result, reference in zip(ranks2(_train, ShiftsOnOddRanks, settings), expected, strict=True):
-        assert zoo.largest_difference(result, reference)[0] < 1e-5
-
-
 def test_stage_3_refuses_buckets_that_differ(ranks2) -> None:
-    settings = {"engine": "deepspeed", "stage": 3, "deepspeed_config": _buckets(20)}
+    settings = {**STAGE3, **SMALL_BUCKETS}
     numel = sum(p.numel() for p in ShiftsOnOddRanks().parameters())
     for name, text in ranks2(outcome, _train, ShiftsOnOddRanks, settings):
         assert name == "ValueError"

@@ -30,7 +30,7 @@ scaling are off.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -238,10 +238,7 @@ class DeepSpeedEngine(Engine):
 
     @contextmanager
     def _in(self, phase: Phase) -> Iterator[None]:
-        with ExitStack() as contexts:
-            contexts.enter_context(self._params.during(phase))
-            if self._stage3:
-                contexts.enter_context(private.linear_without_weights())
+        with self._params.during(phase), private.linear_without_weights() if self._stage3 else nullcontext():
             yield
 
     def reshard(self) -> None:
@@ -273,13 +270,14 @@ class DeepSpeedEngine(Engine):
                     reductions.window_open = True
                 # Stage 2 reduces every micro-batch, and its gradients are taken at once: with offload, DeepSpeed's own
                 # sum is wrong for parameters that some micro-batches do not use.
-                takes = not self._stage3 and (sync or self.config.stage == 2)
-                if takes:
+                reduces = sync or self.config.stage > 1
+                if reduces:
                     shards.before_reductions()
-                self._engine.set_gradient_accumulation_boundary(takes)
-                reductions.begin(takes or self._stage3)
+                self._engine.set_gradient_accumulation_boundary(reduces and not self._stage3)
+                reductions.begin(reduces)
                 private.backward(self._engine, run_backward, reductions.end)
-                shards.after_backward(takes)
+                if reduces:
+                    shards.after_reductions()
             if sync:
                 reductions.end_window(self._order)
 

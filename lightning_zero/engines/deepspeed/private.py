@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.comm.direct import all_gather
+from lightning_zero.engines.after_run import without_memory
 from lightning_zero.engines.base import outside_inference_mode
 from lightning_zero.private.check import Library, check
 from lightning_zero.private.torch import (
@@ -271,8 +272,7 @@ def _keep_shapes() -> None:
                     return
                 before_free(param)
                 if not hasattr(param, "ds_freed"):
-                    param.ds_freed = torch.empty_like(param)
-                    param.ds_freed.untyped_storage().resize_(0)
+                    param.ds_freed = without_memory(param, param.device)
                 free_as_before(param)
                 free(param)
 
@@ -452,11 +452,11 @@ class Shards(ABC):
         """Clears all gradients except those of :attr:`with_grad`, to which the backward adds."""
 
     def before_reductions(self) -> None:  # noqa: B027
-        """Prepares a backward that reduces and whose gradients are taken at its end."""
+        """Prepares a backward that reduces its gradients."""
 
     @abstractmethod
-    def after_backward(self, takes: bool) -> None:
-        """Takes over the gradients of the backward, if ``takes``."""
+    def after_reductions(self) -> None:
+        """Takes over the reduced gradients."""
 
     def publish(self, params: Iterable[Tensor]) -> None:
         """Copies the masters' values of ``params`` to the module (collective)."""
@@ -521,9 +521,7 @@ class Shards12(Shards):
                 self._grads[i] = flat.grad.clone()
             flat.grad.zero_()
 
-    def after_backward(self, takes: bool) -> None:
-        if not takes:
-            return
+    def after_reductions(self) -> None:
         zero = self.zero
         if zero.cpu_offload:
             zero._wait_for_offload_copies()
@@ -595,7 +593,7 @@ class Shards3(Shards):
             torch._foreach_zero_(fresh)
         self.zero.micro_step_id = 1  # not 0, so that DeepSpeed adds to the gradients instead of replacing them
 
-    def after_backward(self, takes: bool) -> None:
+    def after_reductions(self) -> None:
         self.zero._epilogue_ran_this_backward = False
 
     def _publish(self, flats: list[int]) -> None:
@@ -614,7 +612,8 @@ def gathered_copy(p: Any) -> Tensor:
     mine, ranks = p.ds_tensor.detach().to(p.device), cast(dist.ProcessGroup, dist.group.WORLD)
     full = mine.new_empty(mine.numel() * ranks.size())
     all_gather(full, mine, ranks).wait()
-    return (full if full.numel() == p.ds_numel else full[: p.ds_numel].clone()).view(p.ds_shape)
+    # Not `full` itself: gloo's thread holds it a moment longer, so user code would seem to hold views of it.
+    return full[: p.ds_numel].clone().view(p.ds_shape)
 
 
 def leave_shard(p: Any) -> None:

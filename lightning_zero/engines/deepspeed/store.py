@@ -194,9 +194,10 @@ class DeepSpeedStore:
         if not self._stage3:
             return
         with DisableTorchFunction():
-            for p in params if aliases else ():
-                self._views.take(p, result)
-            if torch.is_grad_enabled():
+            if aliases:
+                for p in params:
+                    self._views.take(p, result)
+            elif torch.is_grad_enabled():
                 before = partial(self._gather_again, params)
                 for node in {t.grad_fn for t in tensors_in((result,)) if t.grad_fn is not None}:
                     node.register_prehook(before)
