@@ -1,7 +1,7 @@
 """Counts traffic: calls, bytes and host seconds of the collectives that Python starts through ``torch.distributed``.
 
 The tables below list how many bytes each function moves; all code that counts traffic uses them. The bytes sent are
-those of :func:`lightning_zero.comm.costs.wire_bytes`. Rings and direct exchanges send exactly that many; gloo's own
+those of :func:`wire_bytes`. Rings and direct exchanges send exactly that many; gloo's own
 reduce-scatter may send more. Bytes that ranks on one host read from each other's memory count in the same way.
 """
 
@@ -20,9 +20,23 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from lightning_zero.comm import direct
-from lightning_zero.comm.costs import wire_bytes
 from lightning_zero.errors import MovedError
 from lightning_zero.private.torch import TESTED
+
+
+def wire_bytes(collective: str, nbytes: float, world_size: int) -> float:
+    """Bytes that a rank sends, and receives, in a ``collective`` over ``nbytes`` (the full tensor, not a shard).
+
+    This is the lower bound for any algorithm, and rings and pairwise exchanges reach it (ZeRO paper, section 7.1):
+    (N-1)/N for an all-gather or a reduce-scatter, twice that for an all-reduce. In a broadcast the source only sends
+    and the others only receive, ``nbytes`` each.
+    """
+    if world_size == 1:
+        return 0.0
+    share = (world_size - 1) / world_size
+    return (
+        nbytes * {"all_gather": share, "reduce_scatter": share, "all_reduce": 2 * share, "broadcast": 1.0}[collective]
+    )
 
 
 def _nbytes(tensors: Any) -> float:

@@ -18,13 +18,16 @@ rounds of one tag must begin in the same order on all ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_zero.comm.peer_memory import PeerMemory
 
 FIRST_TAG = 8000
 """Lowest tag of the messages here; user code is unlikely to use it."""
@@ -44,24 +47,13 @@ def children(rank: int, size: int) -> list[int]:
     return found
 
 
-class Peers(Protocol):
-    """Ranks that are connected without gloo, as by ``peer_memory``."""
-
-    @property
-    def ranks(self) -> Collection[int]: ...
-
-    def send(self, rank: int, kind: int, content: bytes) -> None: ...
-
-    def recv(self, rank: int, kind: int, nbytes: int) -> bytes: ...
-
-
 @torch.no_grad()
 def all_reduce(
     message: Tensor,
     op: Any,
     group: dist.ProcessGroup,
     tag: int,
-    peers: Peers | None = None,
+    peers: PeerMemory | None = None,
     timeout: timedelta | None = None,
 ) -> Iterator[None]:
     """Reduces ``message`` (in host memory) over the ranks in place; ``op`` is a sum or a maximum.

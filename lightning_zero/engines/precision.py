@@ -18,11 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.private.lightning import after_closure
@@ -30,6 +29,8 @@ from lightning_zero.private.torch import found_inf, loss_scale, set_found_inf
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from lightning_zero.engines.base import Engine
 
 
 @dataclass(frozen=True)
@@ -50,22 +51,10 @@ REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 """Values of the setting ``reduce_dtype``."""
 
 
-class StepsOnShards(Protocol):
-    """The part of an engine that the plugins use."""
-
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any: ...
-    def reshard(self) -> None: ...
-    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor: ...
-    def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None: ...
-    def stepping(self, optimizer: Optimizer) -> Any: ...
-    def on_shards(self, optimizer: Optimizer) -> Any: ...
-    def any_rank(self, flag: Tensor) -> None: ...
-
-
 class _OnShards(Precision):
     """Clips and steps through the engine as soon as the strategy has set one."""
 
-    engine: StepsOnShards | None = None
+    engine: Engine | None = None
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any

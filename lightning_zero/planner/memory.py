@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_zero.comm.costs import wire_bytes
+from lightning_zero.comm.meter import wire_bytes
 
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "buffers", "activations")
 """Kinds of bytes in the memory of a rank, in the order in which charts stack them."""
