@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -85,9 +86,16 @@ def check_started(environment: Any, devices: int, num_nodes: int) -> None:
     """Checks the number of ranks that another launcher has started.
 
     Raises:
-        ValueError: The number is not ``devices * num_nodes``, or each rank of mpirun would start all ranks of a run.
+        ValueError: The number is not ``devices * num_nodes``, srun was forgotten, or each rank of mpirun would start
+            all ranks of a run.
     """
     if environment.creates_processes_externally:
+        tasks = int(os.environ.get("SLURM_NTASKS", "1")) if isinstance(environment, SLURMEnvironment) else 1
+        if tasks > 1 and "SLURM_STEP_ID" not in os.environ:
+            raise ValueError(
+                f"SLURM_NTASKS={tasks}, but the batch script itself has started a single process: put srun in front of"
+                " the script's python line."
+            )
         environment.validate_settings(num_devices=devices, num_nodes=num_nodes)
     elif (by_mpirun := max(int(os.environ.get(name, "1")) for name in _MPI_SIZES)) > 1:
         raise ValueError(

@@ -54,7 +54,7 @@ FAULTS = {
     ),
     "kill-1": Fault("kill -9 of rank 1", 1, ("rank 1 (process", OUT_OF_MEMORY)),
     "stop-0": Fault("rank 0 stops answering (SIGSTOP)", 0, ("rank 0 (process", "did not react"), hangs=True),
-    "stop-1": Fault("rank 1 stops answering (SIGSTOP)", 1, ("Traceback",), hangs=True),
+    "stop-1": Fault("rank 1 stops answering (SIGSTOP)", 1, ("did not respond within timeout_seconds",), hangs=True),
     "dry-0": Fault(
         'data loader of rank 0 runs dry early, `uneven="error"`',
         0,

@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_zero import ZeroStrategy
@@ -31,6 +31,14 @@ def test_ranks_of_mpirun_that_lightning_cannot_see_are_refused(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     with pytest.raises(ValueError, match=r"mpirun started 4 ranks.*pip install mpi4py"):
         check_started(LightningEnvironment(), 2, 2)
+
+
+def test_a_batch_script_without_srun_is_refused(monkeypatch):
+    """Its one process would wait for ranks that nobody starts."""
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    with pytest.raises(ValueError, match=r"SLURM_NTASKS=8.*put srun in front"):
+        check_started(SLURMEnvironment(auto_requeue=False), 4, 2)
 
 
 def test_ddp_of_the_hydra_groups_is_launched_the_same_way():
