@@ -65,7 +65,7 @@ from lightning_zero.engines.materialize import materialize_all, on_meta
 from lightning_zero.engines.optimizer_step import refuse_sharding
 from lightning_zero.engines.precision import REDUCE_DTYPES, DtypePolicy, ZeroMixedPrecision, adapt_precision
 from lightning_zero.engines.refusals import refuse_uninitialized
-from lightning_zero.engines.run import EngineRun, Place
+from lightning_zero.engines.run import EngineRun
 from lightning_zero.host import (
     MAPPED_FROM_BYTES,
     MAPPED_IN_STEPS_FROM_BYTES,
@@ -222,7 +222,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         optimizers = list(self.optimizers) if fitting else []
         self._run.check_optimizers(optimizers)
         if self.engine is not None:
-            self.engine.attach(optimizers, trainer_facts(trainer))
+            self.engine.attach(optimizers, trainer)
         self.setup_precision_plugin()
         self._saving.follow(trainer)
         self._map_from(MAPPED_IN_STEPS_FROM_BYTES)
@@ -301,8 +301,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.config.reduce_dtype is not None:
             dtypes = replace(dtypes, reduce_dtype=REDUCE_DTYPES[self.config.reduce_dtype])
         engine = self._run.make_engine(self.root_device, dtypes)
-        place = Place(self.local_rank, self.num_processes)
-        self._run.prepare(engine, module, trainer_facts(trainer), trainer.default_root_dir, self.agreement, place)
+        self._run.prepare(engine, module, trainer, self.agreement)
         engine.shard(module)
         engine.automatic = module.automatic_optimization
         engine.backward_is_users = is_overridden("backward", module)
@@ -381,7 +380,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.checkpoint_io.teardown()
 
     def _end_engine(self, engine: Engine) -> None:
-        engine.end_reads(together=not self._failed)
+        engine.end_window(waits=engine.hooks.anywhere and not self._failed)
         full = self._becomes_full(engine)
         engine.failed = self._failed
         engine.restore(full)
@@ -438,8 +437,8 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def serve_reads(self) -> None:
         """Waits for the other ranks' reads of parameters, before ranks wait for each other (collective)."""
-        if self.engine is not None:
-            self.engine.wait_for_reads()
+        if self.engine is not None and self.engine.hooks.anywhere:
+            self.engine.residency.wait_for_reads()
 
     def end_reads(self) -> None:
         """Ends the time in which rank 0 alone may have read parameters (collective)."""
@@ -601,13 +600,3 @@ def all_but_parameters_to(module: nn.Module, device: torch.device) -> None:
     for each in module.modules():
         set_device(each, device)
     convert(module, lambda t: t if isinstance(t, nn.Parameter) or t.is_meta else t.to(device))
-
-
-def trainer_facts(trainer: Any) -> dict[str, Any]:
-    """Settings of the Trainer that engines depend on."""
-    return {
-        "precision": str(trainer.precision),
-        "accumulation": trainer.accumulate_grad_batches,
-        "clip_value": trainer.gradient_clip_val,
-        "clip_algorithm": str(trainer.gradient_clip_algorithm or "norm"),
-    }

@@ -33,8 +33,8 @@ with the group."""
 
 
 class LeftState(Tensor):
-    """Optimizer state after the run, on DeepSpeed also between steps: a shard until user code computes with it, copies
-    it or pickles it. The tensor then becomes an ordinary full tensor on all ranks (collective)."""
+    """Optimizer state after the run: a shard until user code computes with it, copies it or pickles it. The tensor then
+    becomes an ordinary full tensor on all ranks (collective)."""
 
     ordinary: type[Tensor] = Tensor
     """The class of the tensor once it is full."""
@@ -46,17 +46,12 @@ class LeftState(Tensor):
         return later.left(self)
 
     @staticmethod
-    def of(value: later.Value, like: Tensor, device: torch.device | str = "cpu") -> Tensor:
+    def of(value: later.Value, like: Tensor) -> Tensor:
         """Creates a tensor without memory, with shape and dtype of ``like``."""
-        made = without_memory(like, device)
-        LeftState.leave(made, value)
-        return made
-
-    @staticmethod
-    def leave(state: Any, value: later.Value) -> None:
-        """Turns the plain tensor ``state``, which stays the same object, into a :class:`LeftState`."""
-        later.leave(state, value)
-        state.__class__ = LeftState
+        made: Any = without_memory(like)
+        later.leave(made, value)
+        made.__class__ = LeftState
+        return made  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

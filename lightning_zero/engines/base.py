@@ -171,9 +171,8 @@ class Engine(ABC):
     def shard(self, module: nn.Module) -> None:
         """Broadcasts rank 0's parameters and buffers; each rank then keeps its shards of the parameters."""
 
-    def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:  # noqa: B027
-        """Takes the optimizers of a fit (none in other loops). ``trainer`` holds the Trainer's settings for precision,
-        accumulation and clipping, under the names of ``RunFacts`` in ``engines/deepspeed/ds_config``."""
+    def attach(self, optimizers: list[Optimizer], trainer: Any) -> None:  # noqa: B027
+        """Takes the optimizers of a fit (none in other loops) of ``trainer``."""
 
     def reside(self, store: Store, is_between: Callable[[], bool]) -> None:
         """Gathers the parameters of ``store`` when user code touches them, from now until :meth:`end_residency`."""
@@ -363,12 +362,6 @@ class Engine(ABC):
                     " existing one under torch.no_grad() (load_state_dict without assign=True)."
                 )
 
-    def wait_for_reads(self) -> None:
-        """Waits for the other ranks outside of a step. Meanwhile this rank sends its shards to ranks that still read
-        parameters (collective)."""
-        if self.hooks.anywhere:
-            self.residency.wait_for_reads()
-
     def end_window(self, waits: bool = True) -> None:
         """Called when user code between two calls of the engine is over; with ``waits``, all ranks wait for each other
         (collective)."""
@@ -376,11 +369,6 @@ class Engine(ABC):
             self.residency.end_window()
             if waits:
                 self.residency.wait_for_reads()
-
-    def end_reads(self, together: bool) -> None:
-        """Called when user code has read for the last time; with ``together``, all ranks wait for each other
-        (collective)."""
-        self.end_window(together and self.hooks.anywhere)
 
     @abstractmethod
     def restore(self, full: bool) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -13,15 +13,6 @@ from lightning_zero.comm.agree import Agreement
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.precision import DtypePolicy
-
-
-class Place(NamedTuple):
-    """This rank's place on its host, as given by the launcher: srun and mpirun do not set torchrun's variables."""
-
-    local_rank: int
-    """Index among the ranks of its host."""
-    local_size: int
-    """Number of ranks per host."""
 
 
 class EngineRun(ABC):
@@ -40,15 +31,7 @@ class EngineRun(ABC):
     def make_engine(self, device: torch.device, dtypes: DtypePolicy) -> Engine:
         """Creates an engine without a module."""
 
-    def prepare(  # noqa: B027
-        self,
-        engine: Engine,
-        module: Any,
-        trainer_facts: Mapping[str, Any],
-        default_root_dir: str,
-        agreement: Agreement,
-        place: Place,
-    ) -> None:
+    def prepare(self, engine: Engine, module: Any, trainer: Any, agreement: Agreement) -> None:  # noqa: B027
         """Checks settings against the run and opens the engine's resources, before anything is sharded (collective).
 
         Raises:

@@ -29,7 +29,7 @@ scaling are off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -152,7 +152,7 @@ class DeepSpeedEngine(Engine):
         self.reside(self._store, params.is_between)
         self._store.residency = self.residency
 
-    def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:
+    def attach(self, optimizers: list[Optimizer], trainer: Any) -> None:
         """Hands the module to DeepSpeed, grouped as ``optimizers`` group its parameters."""
         params = self._params
         self._optimizers = self.optimizers = optimizers

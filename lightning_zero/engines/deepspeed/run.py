@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,7 +20,7 @@ from lightning_zero.engines.base import Engine
 from lightning_zero.engines.deepspeed.ds_config import RunFacts, ds_config
 from lightning_zero.engines.forwards import Forwards
 from lightning_zero.engines.precision import DtypePolicy
-from lightning_zero.engines.run import EngineRun, Place
+from lightning_zero.engines.run import EngineRun
 from lightning_zero.engines.units import ROOT, plan_units
 from lightning_zero.host import require_deepspeed
 
@@ -53,15 +53,7 @@ class DeepSpeedRun(EngineRun):
 
         return DeepSpeedEngine(self.config, device, dtypes)
 
-    def prepare(
-        self,
-        engine: Engine,
-        module: nn.Module,
-        trainer_facts: Mapping[str, Any],
-        default_root_dir: str,
-        agreement: Agreement,
-        place: Place,
-    ) -> None:
+    def prepare(self, engine: Engine, module: nn.Module, trainer: Any, agreement: Agreement) -> None:
         """Checks settings and file against the run, and sets up recomputation (collective).
 
         Raises:
@@ -71,7 +63,10 @@ class DeepSpeedRun(EngineRun):
             world_size=dist.get_world_size(),
             device_type=engine.device.type,
             numel=sum(p.numel() for p in module.parameters()),
-            **trainer_facts,
+            precision=str(trainer.precision),
+            accumulation=trainer.accumulate_grad_batches,
+            clip_value=trainer.gradient_clip_val,
+            clip_algorithm=str(trainer.gradient_clip_algorithm or "norm"),
         )
         cast("DeepSpeedEngine", engine).settings = ds_config(self.config, facts)
         if (raw := self.config.raw) is not None and raw.unused:

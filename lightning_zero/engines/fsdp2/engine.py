@@ -258,7 +258,7 @@ class Fsdp2Engine(Engine):
     def known_parameters(self) -> Collection[Tensor]:
         return {*self._identity.shards, *self._sharded.replicated}
 
-    def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:
+    def attach(self, optimizers: list[Optimizer], trainer: Any) -> None:
         if optimizers:
             refuse_sparse_gradients(self.module)
         self.optimizers = optimizers

@@ -7,7 +7,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from lightning_zero.comm.agree import Agreement
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.optimizer_step import fusible_groups
 from lightning_zero.engines.precision import DtypePolicy
-from lightning_zero.engines.run import EngineRun, Place
+from lightning_zero.engines.run import EngineRun
 
 TENSORS_IN_FILES = 3
 """Number of tensors of a parameter's size in files, with Adam: the parameter and two states."""
@@ -38,15 +38,7 @@ class Fsdp2Run(EngineRun):
 
         return Fsdp2Engine(self.config, device, dtypes)
 
-    def prepare(
-        self,
-        engine: Engine,
-        module: nn.Module,
-        trainer_facts: Mapping[str, Any],
-        default_root_dir: str,
-        agreement: Agreement,
-        place: Place,
-    ) -> None:
+    def prepare(self, engine: Engine, module: nn.Module, trainer: Any, agreement: Agreement) -> None:
         """Choose the folder for ``offload="nvme"`` and check its disk space (collective).
 
         Raises:
@@ -58,14 +50,14 @@ class Fsdp2Run(EngineRun):
         ranks = dist.get_world_size()
         size = self.config.shard_size or ranks
         assert size != "auto", "the strategy has put a number in its place"
-        here = min(place.local_size, ranks)
+        here = min(trainer.strategy.num_processes, ranks)
         need = TENSORS_IN_FILES * here / size * sum(p.numel() * p.element_size() for p in module.parameters())
         given = self.config.offload.path
-        engine.offload_path = os.path.join(default_root_dir, "offload") if given is None else given
+        engine.offload_path = os.path.join(trainer.default_root_dir, "offload") if given is None else given
         with agreement.raise_if_any_failed():
-            if place.local_rank == 0:
+            if trainer.local_rank == 0:
                 _require_room(engine.offload_path, given is None, need)
-        if place.local_rank == 0:
+        if trainer.local_rank == 0:
             print(
                 f"offload: about {need / 2**30:.3g} GiB go to unnamed files in {engine.offload_path}, which are deleted"
                 " when the run or its processes end.",

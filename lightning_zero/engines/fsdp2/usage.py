@@ -17,24 +17,6 @@ from lightning_zero.engines.fsdp2.transport import Transport
 _PRIME = 2**31 - 1  # the largest int32
 
 
-class Moments:
-    """A rolling hash per unit of the positions at which the unit occurs in a sequence of events.
-
-    The hashes are equal on ranks whose units have the same events in the same order, and almost never on others.
-
-    Attributes:
-        marks: The hashes, less than 2**31; 0 for units without events.
-    """
-
-    def __init__(self, num_units: int) -> None:
-        self.marks = [0] * num_units
-        self._length = 0
-
-    def add(self, index: int) -> None:
-        self._length += 1
-        self.marks[index] = (self.marks[index] * 31 + self._length) % _PRIME or 1
-
-
 class Usage:
     """This rank's record of one window (the time between two agreements), and the agreement at its end.
 
@@ -54,12 +36,17 @@ class Usage:
     def start_window(self) -> None:
         self._used: set[Tensor] = set()
         self._zeroed: list[Tensor] = []  # parameters that had no gradient and got zeros
-        num_units = len(self._names) - 1
-        self._reduced = Moments(num_units)
+        self._marks = [0] * (len(self._names) - 1)
+        self._num_reduced = 0
 
     def reduces(self, index: int) -> None:
-        """Record that unit ``index``, not the root, is about to reduce its gradients inside the backward."""
-        self._reduced.add(index)
+        """Record that unit ``index``, not the root, is about to reduce its gradients inside the backward.
+
+        The unit's mark is a rolling hash of its positions among all reductions: equal on ranks that reduce in the same
+        order, and almost never on others.
+        """
+        self._num_reduced += 1
+        self._marks[index] = (self._marks[index] * 31 + self._num_reduced) % _PRIME or 1
 
     def complete(self, params: Sequence[private.ShardedParam]) -> None:
         """Give each of ``params`` a gradient to reduce, all of one dtype."""
@@ -95,8 +82,8 @@ class Usage:
         flags = torch.zeros(len(self._order), dtype=torch.int32, device="cpu")
         if used:
             flags[[self._order[p] for p in used]] = 1
-        moments = torch.tensor(self._reduced.marks, dtype=torch.int32, device="cpu")
-        votes = torch.cat([flags, moments, -moments])  # under MAX the last two show whether moments differ
+        marks = torch.tensor(self._marks, dtype=torch.int32, device="cpu")
+        votes = torch.cat([flags, marks, -marks])  # under MAX the last two show whether marks differ
         return self._transport.agree(votes, dist.ReduceOp.MAX) if self._transport.agrees else None, votes
 
     def recv(self, work: dist.Work | None, votes: Tensor) -> None:
@@ -107,8 +94,8 @@ class Usage:
         """
         if work is not None:
             work.wait()
-        used, moments = votes.tensor_split([len(self._order)])
-        self._require_same_units(*moments.chunk(2))
+        used, marks = votes.tensor_split([len(self._order)])
+        self._require_same_units(*marks.chunk(2))
         if self._zeroed:
             for p, count in zip(self._zeroed, used[[self._order[p] for p in self._zeroed]].tolist(), strict=True):
                 if not count:
