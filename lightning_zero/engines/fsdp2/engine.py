@@ -492,9 +492,9 @@ class Fsdp2Engine(Engine):
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         self.end_window(self.hooks.before_step)
         self._assigned.settle()
-        params = self._identity.held(optimizer)
-        shards = [local(p.grad) for p in params if isinstance(p, DTensor) and p.grad is not None]
-        return shards, [p.grad for p in params if not isinstance(p, DTensor) and p.grad is not None]
+        held = [self.shards.get(p, p) for group in optimizer.param_groups for p in group["params"]]
+        shards = [local(p.grad) for p in held if isinstance(p, DTensor) and p.grad is not None]
+        return shards, [p.grad for p in held if not isinstance(p, DTensor) and p.grad is not None]
 
     # -- full state ----------------------------------------------------------------------------------------------
 

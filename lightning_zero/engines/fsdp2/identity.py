@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from lightning_zero.comm.shards import local, shard_like
 from lightning_zero.engines.after_run import leave_parameter
@@ -69,9 +68,3 @@ class Identity:
             else:
                 set_data(original, values(p.sharded_param))
             private.drop_shard(p)  # or the memory stays until garbage collection finds the engine
-
-    # -- optimizers ----------------------------------------------------------------------------------------------
-
-    def held(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return the tensors that ``optimizer`` steps on: the shards instead of the user's parameters."""
-        return [self.shards.get(p, p) for group in optimizer.param_groups for p in group["params"]]
