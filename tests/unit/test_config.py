@@ -35,7 +35,7 @@ INSTEAD = ["use engine='fsdp2'", "strategy='zero3_nvme'", "offload='cpu'"]
             {"activation_checkpointing": "selective", "engine": "deepspeed"},
             ["activation_checkpointing='selective'", "use 'full'"],
         ),
-        ({"compile": "units", "engine": "deepspeed"}, ["compile='units'", "use engine='fsdp2'"]),
+        ({"compile": "units", "engine": "deepspeed"}, ["compile='units'", "use stage=2, or engine='fsdp2'"]),
         (
             {"offload": {"target": "nvme", "pin_memory": True}},
             ["offload.pin_memory=True", "'nvme'", "engine='fsdp2'", "offload.target='cpu'"],

@@ -90,9 +90,15 @@ def _sharded(engine: Fsdp2Engine) -> list[DTensor]:
     return list(engine.shards.values())
 
 
+def _part(engine: Fsdp2Engine, state: Any) -> Any:
+    """This rank's part of an optimizer's state, which user code sees as a full tensor on the device."""
+    part = engine._store.states.part_of(state)
+    return state if part is None else part
+
+
 def _where(engine: Fsdp2Engine, optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
     """The memories in which shards, their states and replicated parameters really lie."""
-    states = [item for p in engine.shards for item in optimizer.state[p].items()]
+    states = [(name, _part(engine, v)) for p in engine.shards for name, v in optimizer.state[p].items()]
     return {
         "shards": {pretend.where(p) for p in _sharded(engine)},
         "states": {pretend.where(value) for _, value in states if isinstance(value, Tensor)},
@@ -204,12 +210,12 @@ def _reads_and_writes() -> dict[str, Any]:
             engine.backward(loss.backward)
         found["gradients"] = {pretend.where(q.grad) for q in _sharded(engine) if q.grad is not None}
         engine.step(optimizer)
-        found["states"] = {pretend.where(v) for s in optimizer.state.values() for v in s.values()}
+        found["states"] = {pretend.where(_part(engine, v)) for s in optimizer.state.values() for v in s.values()}
         state = engine.full(engine.sharded_optimizer_state(optimizer))
         found["saved"] = {pretend.where(v) for s in state["state"].values() for v in s.values()}
         fresh = torch.optim.AdamW([p for p in module.parameters() if p.dim() == 2])
         engine.load_optimizer_state(fresh, state)
-        found["loaded"] = {pretend.where(v) for s in fresh.state.values() for v in s.values() if v.dim()}
+        found["loaded"] = {pretend.where(_part(engine, v)) for s in fresh.state.values() for v in s.values()}
         found["shards"] = {pretend.where(q) for q in _sharded(engine)}
     return found
 

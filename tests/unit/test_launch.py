@@ -35,7 +35,8 @@ def test_ranks_of_mpirun_that_lightning_cannot_see_are_refused(monkeypatch):
 
 def test_a_batch_script_without_srun_is_refused(monkeypatch):
     """Its one process would wait for ranks that nobody starts."""
-    monkeypatch.setenv("SLURM_NTASKS", "8")
+    for name, value in {"SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "2"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)
     with pytest.raises(ValueError, match=r"SLURM_NTASKS=8.*put srun in front"):
         check_started(SLURMEnvironment(auto_requeue=False), 4, 2)
