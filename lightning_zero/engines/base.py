@@ -29,8 +29,8 @@ from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.residency import Mode, Residency, Store, budget_bytes
 from lightning_zero.private.torch import (
     DisableTorchFunction,
+    before_transforms,
     has_accumulation_hooks,
-    translate_transformed,
 )
 
 DEVICES = {"fsdp2": ("cpu", "cuda", "xpu", "hpu"), "deepspeed": ("cpu", "cuda", "xpu", "hpu")}
@@ -182,7 +182,7 @@ class Engine(ABC):
         budget = budget_bytes(self.device, agreement)
         self.residency = Residency(store, is_between, barrier, budget)
         self._graphs = graphs.Calls(self.residency)
-        self._end_transforms = translate_transformed(self.residency.before_transform)
+        self._end_transforms = before_transforms(self.residency.before_transform)
 
     def end_residency(self) -> None:
         self._graphs.end()

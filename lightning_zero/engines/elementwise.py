@@ -8,7 +8,9 @@ classes that the user declares.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engines.optimizer_family import holds_parameters_in
 from lightning_zero.private import torch_optim
+from lightning_zero.private.torch import DisableTorchFunction
 
 KNOWN_ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -62,27 +65,41 @@ def note_on_full_steps(optimizers: Collection[Optimizer], declared: Collection[s
     )
 
 
-def refuse_held_parameters(optimizer: Optimizer) -> None:
-    """Raises ``ValueError`` if an element-wise optimizer keeps parameters in an attribute, where shards cannot replace
-    them."""
-    if type(optimizer) in KNOWN_ELEMENTWISE or (attribute := holds_parameters_in(optimizer)) is None:
-        return
-    name = type(optimizer).__name__
-    raise ValueError(
-        f"elementwise_optimizers={[name]}: a {name} keeps parameters in its attribute {attribute!r}, where shards"
-        " cannot replace them; leave it out, and it steps on full tensors."
-    )
+def keys_besides_elements(optimizer: Optimizer) -> frozenset[str]:
+    """State keys under which an element-wise optimizer keeps tensors of another shape than the parameter's, such as a
+    counter of shape ``(1,)``. The shape alone would not tell such a tensor from the state of a one-element shard.
+    PyTorch's optimizers have only 0-dim ones; declared optimizers are tried on a small tensor.
+
+    Raises:
+        ValueError: If the trial fails with the settings of the first group, or if the optimizer keeps parameters in an
+            attribute, where shards cannot replace them.
+    """
+    if type(optimizer) in KNOWN_ELEMENTWISE:
+        return frozenset()
+    if (attribute := holds_parameters_in(optimizer)) is not None:
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"elementwise_optimizers={[name]}: a {name} keeps parameters in its attribute {attribute!r}, where"
+            " shards cannot replace them; leave it out, and it steps on full tensors."
+        )
+    with DisableTorchFunction():
+        p = torch.ones(5, requires_grad=True)
+        p.grad = torch.ones(5)
+        try:
+            tried = _like(optimizer, [p])
+            tried.step()
+        except Exception as error:
+            name = type(optimizer).__name__
+            raise ValueError(
+                f"elementwise_optimizers={[name]}: a trial of {name} with these settings on a small tensor failed"
+                f" ({type(error).__name__}: {error}), so it is unknown which of its states to shard; leave it out, and"
+                " it steps on full tensors."
+            ) from error
+        return frozenset(key for key, v in tried.state[p].items() if isinstance(v, Tensor) and v.shape != p.shape)
 
 
-def refuse_other_states(optimizer: Optimizer) -> None:
-    """Raises ``ValueError`` if an element-wise optimizer keeps a tensor of another shape than its parameter's, such as
-    a counter of shape ``(1,)``: its shape alone would not tell it from the state of a one-element shard."""
-    for p, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape != p.shape:
-                name = type(optimizer).__name__
-                raise ValueError(
-                    f"elementwise_optimizers={[name]}: a {name} keeps the state {key!r} of shape {tuple(value.shape)}"
-                    f" for a shard of shape {tuple(p.shape)}, so which of its states to shard is unknown; leave it out,"
-                    " and it steps on full tensors."
-                )
+def _like(optimizer: Optimizer, tensors: list[Tensor]) -> Optimizer:
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    first: dict[str, Any] = {**optimizer.defaults, **(optimizer.param_groups[0] if optimizer.param_groups else {})}
+    settings = {k: v for k, v in first.items() if k in accepted and k != "params"}
+    return type(optimizer)(tensors, **settings)

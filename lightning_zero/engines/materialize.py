@@ -52,7 +52,7 @@ def materialize_all(module: nn.Module, home: torch.device) -> None:
     """Materializes all of ``module`` on ``home`` without sharding, for runs that shard nothing (collective).
 
     Raises:
-        ValueError: See :meth:`Birth.finish`.
+        ValueError: See :meth:`Materializer.finish`.
     """
     materializer = Materializer(module, home)
     materializer.materialize(module, _each(module))

@@ -32,12 +32,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.shards import local
-from lightning_zero.engines.elementwise import (
-    is_elementwise,
-    is_known,
-    refuse_held_parameters,
-    refuse_other_states,
-)
+from lightning_zero.engines.elementwise import is_elementwise, is_known, keys_besides_elements
 from lightning_zero.private import torch_optim
 from lightning_zero.private.torch import DisableTorchFunction
 
@@ -108,8 +103,7 @@ class ShardedStep:
     ) -> None:
         self.optimizer, self._parts, self._declared = optimizer, parts, declared
         self._fuses, self._new_states = fuses, new_states
-        if self.is_elementwise:
-            refuse_held_parameters(optimizer)
+        self._besides = keys_besides_elements(optimizer) if self.is_elementwise else frozenset()
         with torch.no_grad(), self.on_shards():
             pass
 
@@ -170,11 +164,9 @@ class ShardedStep:
 
     @contextmanager
     def _step_on_shards(self) -> Iterator[None]:
-        is_first = not self.optimizer.state
-        with self.on_shards(), self._new_states() if is_first else nullcontext():
+        context = nullcontext if self.optimizer.state else self._new_states
+        with self.on_shards(), context():
             yield
-            if is_first:
-                refuse_other_states(self.optimizer)
         self._parts.stepped(self.optimizer)
 
     # -- parts ---------------------------------------------------------------------------------------------------
@@ -219,7 +211,7 @@ class ShardedStep:
             if known is not None:
                 shown[id(known)] = known, value
                 entry[key] = known
-            elif self._has_parts(p, value):  # set by user code or an earlier run
+            elif self._has_parts(p, key, value):  # set by user code or an earlier run
                 with torch.no_grad():
                     entry[key] = self._parts.cut(p, value)
 
@@ -228,12 +220,12 @@ class ShardedStep:
         for key, value in entry.items():
             if id(value) in shown:
                 entry[key] = shown[id(value)][1]
-            elif isinstance(value, Tensor) and value.dim() and value.shape == part.shape:
+            elif key not in self._besides and isinstance(value, Tensor) and value.dim() and value.shape == part.shape:
                 entry[key] = self._parts.state(p, value)
 
-    def _has_parts(self, p: Tensor, value: Any) -> bool:
+    def _has_parts(self, p: Tensor, key: str, value: Any) -> bool:
         """Whether ``value``, a state of ``p``, is a full array of elements that can be sharded."""
-        if not isinstance(value, Tensor) or not value.dim():
+        if key in self._besides or not isinstance(value, Tensor) or not value.dim():
             return False
         # A subclass made of inner tensors (torchao's 8-bit states) cannot be cut by elements
         is_plain = not hasattr(type(value), "__tensor_flatten__") and value.layout == torch.strided
@@ -269,7 +261,7 @@ class ShardedStep:
                 return
 
         def lay_out(index: int, key: str, value: Any) -> Any:
-            if self._parts.of(params[index]) is not None and self._has_parts(params[index], value):
+            if self._parts.of(params[index]) is not None and self._has_parts(params[index], key, value):
                 return self._parts.cut(params[index], value)
             return map_tensors(lambda path, t: t.clone(), value)
 

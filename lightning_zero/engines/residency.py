@@ -382,10 +382,9 @@ class Residency:
         self._look_at(tensors, keys, away)
         self._make_there(keys, away, brings)
 
-    def before_transform(self, value: Any) -> Any:
-        """Touches ``value``, which ``torch.func`` is about to wrap in another object. Returns what it must wrap."""
-        self.touch([value], brings=torch.is_grad_enabled())
-        return value
+    def before_transform(self, values: Iterable[Any]) -> None:
+        """Touches ``values``, which ``torch.func`` is about to wrap in other objects."""
+        self.touch(values, brings=torch.is_grad_enabled())
 
     def _make_there(self, keys: dict[int, None], away: list[Tensor], brings: bool) -> None:
         if (brings or self._store.only_brings) and not self._is_between():
@@ -629,13 +628,16 @@ class _ShowingFull(TorchFunctionMode):
         return self._full[id(value)][1] if isinstance(value, DTensor) else value
 
     def store(self, keep: int) -> None:
-        """Stores all full tensors, or as many of the oldest as exceed the budget if the latest are to be kept."""
+        """Stores all full tensors, or as many of the oldest as exceed the budget if the latest are to be kept. One of
+        which user code holds a view stays."""
         total = sum(full.nbytes for _, full in self._full.values())
         with DisableTorchFunction():
-            while len(self._full) > keep and (not keep or total > BUDGET_BYTES):
-                shard, full = self._full.pop(next(iter(self._full)))
-                store_rows(full, shard)
-                total -= full.nbytes
+            for number, (shard, full) in list(self._full.items())[: len(self._full) - keep]:
+                is_held = users_of(full.untyped_storage()) > 1
+                if not keep or (total > BUDGET_BYTES and not is_held):
+                    store_rows(full, shard)
+                    del self._full[number]
+                    total -= full.nbytes
 
 
 _ALIASES = VIEWS | {"detach"}

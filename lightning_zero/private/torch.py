@@ -177,7 +177,7 @@ def backwards_inside(mode: TorchFunctionMode) -> Iterator[None]:
         torch.autograd._engine_run_backward = run_backward
 
 
-_translations: list[Callable[[Any], Any]] = []
+_touches: list[Callable[[list[Any]], None]] = []
 _TRANSFORMS = (
     (torch._functorch.apis, "vmap_impl"),
     (torch._functorch.eager_transforms, "grad_and_value_impl"),
@@ -185,41 +185,37 @@ _TRANSFORMS = (
     (torch._functorch.eager_transforms, "_jvp_with_argnums"),
 )
 """All transforms of ``torch.func`` call one of these four."""
-_untranslated: list[Callable[..., Any]] = []
 
 
-def translate_transformed(translate: Callable[[Any], Any]) -> Callable[[], None]:
-    """Lets ``torch.func`` wrap ``translate(tensor)`` for each tensor in its arguments, until the returned function is
+def before_transforms(touch: Callable[[list[Any]], None]) -> Callable[[], None]:
+    """Has ``touch`` called with all arguments of each transform of ``torch.func``, until the returned function is
     called.
 
-    A wrapped tensor is a different object, and wrapping is not a torch function, so no mode and no subclass can map it
-    to the original. Runs may end in any order: torch's own functions are restored when the last run ends.
+    A transform wraps tensors in other objects. Wrapping is not a torch function, so no mode and no subclass sees it.
+    Runs may end in any order: torch's own functions are restored when the last run ends.
     """
-    if not _translations:
+    if not _touches:
         for module, name in _TRANSFORMS:
-            original = getattr(module, name)
-            _untranslated.append(original)
-            setattr(module, name, _translating(original))
-    _translations.append(translate)
+            setattr(module, name, _touching(getattr(module, name)))
+    _touches.append(touch)
 
     def end() -> None:
-        if translate not in _translations:  # already ended
+        if touch not in _touches:  # already ended
             return
-        _translations.remove(translate)
-        if not _translations:
-            for (module, name), original in zip(_TRANSFORMS, _untranslated, strict=True):
-                setattr(module, name, original)
-            _untranslated.clear()
+        _touches.remove(touch)
+        if not _touches:
+            for module, name in _TRANSFORMS:
+                setattr(module, name, getattr(module, name).__wrapped__)
 
     return end
 
 
-def _translating(original: Callable[..., Any]) -> Callable[..., Any]:
+def _touching(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def transform(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            for translate in _translations:
-                args, kwargs = pytree.tree_map(translate, (args, kwargs))
+            for touch in _touches:
+                touch(pytree.tree_leaves((args, kwargs)))
         return original(*args, **kwargs)
 
     return transform

@@ -15,10 +15,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import PyTorchProfiler
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_zero.comm.shards import PIECE_BYTES, local, to_host
+from lightning_zero.engines.after_run import entries
 from tests.helpers import account, zoo
 
 NUM_RANKS = min(torch.cuda.device_count(), 4) or 1
@@ -41,14 +41,10 @@ class Look(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, *unused: Any) -> None:
         with torch._C.DisableTorchFunction():
-            shards = [local(shard) for shard in trainer.strategy.engine.shards.values()]
-            states = [
-                local(value)
-                for optimizer in trainer.optimizers
-                for state in getattr(optimizer, "_optimizer", optimizer).state.values()
-                for value in state.values()
-                if isinstance(value, DTensor)
-            ]
+            engine = trainer.strategy.engine
+            shards = [local(shard) for shard in engine.shards.values()]
+            shown = [value for entry in entries(engine.optimizers) for value in entry.values()]
+            states = [local(part) for part in map(engine._store.states.part_of, shown) if part is not None]
         self.found = (
             {p.device.type for p in shards},
             {p.is_pinned() for p in shards if p.numel()},

@@ -433,14 +433,6 @@ class PartialForward(Zoo):
         return
 
 
-class SameOnAllRanks(Zoo):
-    """What a callback copies in its ``setup``, before rank 0's values reach the others, is equal everywhere."""
-
-    def build(self) -> None:
-        torch.manual_seed(3)
-        super().build()
-
-
 class ReadAlone(Zoo):
     """``if trainer.is_global_zero: torch.save(self.net.state_dict(), path)``, a deep copy, norms, and gradients for
     histograms; on the last rank alone, too, and straight before what all ranks do."""

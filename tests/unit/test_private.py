@@ -63,7 +63,7 @@ def test_transforms_are_torchs_own_after_the_last_run() -> None:
     """Runs may end in another order than they began in."""
     transforms = torch._functorch.apis.vmap_impl, torch._functorch.eager_transforms.grad_and_value_impl
     seen: list[int] = []
-    ends = [private.translate_transformed(lambda value, i=i: (seen.append(i), value)[1]) for i in range(3)]  # type: ignore[misc]
+    ends = [private.before_transforms(lambda values, i=i: seen.append(i)) for i in range(3)]  # type: ignore[misc]
     for left in ({1, 2}, {1}, set()):
         ends.pop(0 if len(left) != 1 else 1)()
         seen.clear()

@@ -137,17 +137,19 @@ class Assembly:
 
 @contextlib.contextmanager
 def environment(device: torch.device) -> Iterator[None]:
-    """Sets the environment variables that DeepSpeed reads while it starts, unless they are set."""
-    needed = {"LOCAL_RANK": str(device.index or 0), "DS_ACCELERATOR": device.type}
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        needed["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # the CPU accelerator's number of devices
-    added = needed.keys() - os.environ.keys()
-    os.environ.update({name: needed[name] for name in added})
+    """Sets the environment variables that DeepSpeed reads while it starts."""
+    before = dict(os.environ)
+    os.environ["DS_ACCELERATOR"] = device.type
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    if "LOCAL_WORLD_SIZE" in os.environ:  # the CPU accelerator's number of devices
+        os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
     try:
         yield
     finally:
-        for name in added:
-            del os.environ[name]
+        for name in ("DS_ACCELERATOR", "LOCAL_RANK", "LOCAL_SIZE"):
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
 
 
 def prepare(device: torch.device) -> Any:
@@ -271,9 +273,10 @@ def _keep_shapes() -> None:
                     free_as_before(param)
                     return
                 before_free(param)
-                if not hasattr(param, "ds_freed"):
-                    param.ds_freed = without_memory(param, param.device)
                 free_as_before(param)
+                if not hasattr(param, "ds_freed"):
+                    like = torch.empty(param.ds_shape, dtype=param.dtype, device="meta")
+                    param.ds_freed = without_memory(like, param.device)
                 free(param)
 
         return free_param

@@ -1,4 +1,4 @@
-"""The parts of a ``deepspeed`` run outside the engine: its config and recomputation.
+"""The parts of a ``deepspeed`` run outside the engine: its config, recomputation, compiling.
 
 :class:`~lightning_zero.engines.run.EngineRun` defines the order in which a run calls these methods.
 """
@@ -54,7 +54,7 @@ class DeepSpeedRun(EngineRun):
         return DeepSpeedEngine(self.config, device, dtypes)
 
     def prepare(self, engine: Engine, module: nn.Module, trainer: Any, agreement: Agreement) -> None:
-        """Checks settings and file against the run, and sets up recomputation (collective).
+        """Checks settings and file against the run, and sets up recomputation and compiling (collective).
 
         Raises:
             ValueError: On every rank, before anything is sharded.

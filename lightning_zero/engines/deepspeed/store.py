@@ -204,10 +204,7 @@ class DeepSpeedStore:
 
     def _gather_again(self, params: Sequence[Tensor], grads: Any) -> None:
         """Is called before a node of autograd that may have saved ``params``; their module's backward may not run."""
-        with DisableTorchFunction(), torch.no_grad():
-            for p in params:
-                if not self.is_there(p):
-                    self.bring(p)
+        self.residency.touch(params, brings=True)
 
     def before_free(self, p: Tensor) -> None:
         """Is called before DeepSpeed frees the memory of ``p``."""
