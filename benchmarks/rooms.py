@@ -1,4 +1,4 @@
-"""Prints the lines of each room of the package (its files and folders; see docs/architecture.md), and of the tests.
+"""Prints the lines of each file and folder of the package (see docs/architecture.md), and of the tests.
 
 python benchmarks/rooms.py            # this tree
 python benchmarks/rooms.py FOLDER     # a checkout of another version
@@ -12,15 +12,15 @@ from pathlib import Path
 
 
 def main(root: Path) -> None:
-    rooms: Counter[str] = Counter()
+    lines_of: Counter[str] = Counter()
     for path in (root / "lightning_zero").rglob("*.py"):
         parts = path.relative_to(root / "lightning_zero").parts
-        room = "/".join(parts[:-1][:2]) or parts[0]
-        rooms[room] += _lines(path)
-    for room, lines in sorted(rooms.items()):
-        print(f"{lines:7,}  {room}")
-    print(f"{sum(lines for room, lines in rooms.items() if room.startswith('engines')):7,}  engines, all")
-    print(f"{rooms.total():7,}  the package")
+        place = "/".join(parts[:-1][:2]) or parts[0]
+        lines_of[place] += _lines(path)
+    for place, lines in sorted(lines_of.items()):
+        print(f"{lines:7,}  {place}")
+    print(f"{sum(lines for place, lines in lines_of.items() if place.startswith('engines')):7,}  engines, all")
+    print(f"{lines_of.total():7,}  the package")
     print(f"{sum(map(_lines, (root / 'tests').rglob('*.py'))):7,}  tests")
 
 

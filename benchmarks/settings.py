@@ -54,8 +54,8 @@ HEAD = """\
 <!-- Made by `make settings` from the dataclasses; do not edit. -->
 
 An invalid value is an error before the first step, which names the setting, the value and the repair.
-`trainer.NAME=VALUE` sets any argument of `lightning.Trainer`, which checks the value. `lightning-zero fit --cfg job`
-prints all settings with your overrides applied.
+`trainer.NAME=VALUE` sets any argument of `lightning.Trainer`, whose own error a wrong value gets.
+`lightning-zero fit --cfg job` prints all settings with your overrides applied.
 """
 
 

@@ -52,7 +52,7 @@ class OffloadConfig:
     """cpu, engine ``deepspeed``, stage 3: fraction of the optimizer states to offload, in (0, 1]; ``None`` is 1."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "offload.")
+        check_types(self, "offload.")
         if self.ratio is not None and self.ratio > 1:
             raise ValueError(f"offload.ratio={self.ratio!r}: use a fraction up to 1, or None.")
         _require_target(self, "offload")
@@ -75,7 +75,7 @@ class CompileConfig:
     """Raise an error for a unit that needs more than one graph."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "compile.")
+        check_types(self, "compile.")
         _require_target(self, "compile")
 
 
@@ -92,7 +92,7 @@ class ActivationCheckpointingConfig:
     """Store the kept inputs in host memory until the backward."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "activation_checkpointing.")
+        check_types(self, "activation_checkpointing.")
         object.__setattr__(self, "units", _as_names("activation_checkpointing.units", self.units))
         if self.units is not None and not self.units:
             raise ValueError("activation_checkpointing.units=[]: name modules, or use activation_checkpointing='none'.")
@@ -302,7 +302,7 @@ class ZeroConfig:
         self._resolve_file()
         object.__setattr__(self, "compile", _by_target(CompileConfig, "compile", self.compile))
         object.__setattr__(self, "activation_checkpointing", _as_checkpointing(self.activation_checkpointing))
-        _check_types(self)
+        check_types(self)
         if self.engine == "fsdp2":
             self._check_fsdp2()
         else:
@@ -443,20 +443,20 @@ class PlanConfig:
     """File for the plan as JSON; ``"-"`` prints it instead of the table."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "plan.")
+        check_types(self, "plan.")
         if self.headroom >= 1:
             raise ValueError(f"plan.headroom={self.headroom!r}: use a fraction below 1.")
 
 
 # -- the types of values ---------------------------------------------------------------------------------------------
 
-_LEAST = {**dict.fromkeys(("min_unit_numel", "headroom"), 0), "shard_size": 2}
+_LEAST = {**dict.fromkeys(("min_unit_numel", "headroom", "gpus_per_node"), 0), "shard_size": 2}
 """Setting -> its smallest value; other numbers must be above 0."""
 _KINDS = {bool: "True or False", str: "a name", int: "a whole number", float: "a number", type(None): "None"}
 _hints: Any = functools.cache(get_type_hints)
 
 
-def _check_types(config: Any, where: str = "") -> None:
+def check_types(config: Any, where: str = "") -> None:
     """Raises ``ValueError`` unless each value of ``config`` has the declared type of its field, and is not too small.
 
     Only literals, switches, numbers and names are compared; values of other types have checks of their own.

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.later import leaving_for_later
-from lightning_zero.checkpoint.resume import follow
+from lightning_zero.checkpoint.resume import follow, leave_finished_epoch
 from lightning_zero.checkpoint.saving import Saving
 from lightning_zero.comm.agree import Agreement, set_run_agreement, shared_agreement
 from lightning_zero.config import (
@@ -557,6 +557,8 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.engine is None:
             super().load_optimizer_state_dict(checkpoint)
             return
+        assert self.lightning_module is not None
+        leave_finished_epoch(self.lightning_module.trainer.fit_loop)
         states, now = checkpoint["optimizer_states"], [type(unwrapped(o)).__name__ for o in self.optimizers]
         if len(states) != len(now):
             raise ValueError(

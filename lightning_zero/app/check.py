@@ -140,6 +140,7 @@ def check(
             precision=precision,
             settings=settings,
             own=module is not None,
+            shares_gpu=on_gpu and environment is None and torch.cuda.device_count() == 1,
         )
         if job.own and is_first:
             torch.save((module, data), scratch / "module.pt", pickle_module=_pickle())
@@ -187,7 +188,7 @@ def _ranks(environment: Any, asked: int | None, on_gpu: bool) -> tuple[int, int]
     """Returns the number of ranks on each host, and the number of hosts."""
     if environment is not None:
         found = environment.world_size()
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", found)))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or asked or found)
         if asked not in (None, here):
             raise ValueError(f"devices={asked}: the launcher has started {here} ranks here; leave devices out.")
         return here, found // here
@@ -217,8 +218,8 @@ def _scratch(folder: Path, environment: Any, is_first: bool) -> Iterator[Path]:
 
 def _run(part: str, job: Job, environment: Any, timeout_seconds: float) -> tuple[list[Row], str]:
     """Runs one part, and returns its lines and its output. Other ranks than 0 return a line only if they fail."""
-    if part == "fast" and job.shares_gpu:
-        job = replace(job, devices=1)  # times of ranks that share a GPU say nothing
+    if part == "fast" and job.shares_gpu:  # times of ranks that share a GPU say nothing
+        job = replace(job, devices=1, shares_gpu=False)
     if part == "safe" and (environment is not None or job.world_size == 1):
         why = "one rank waits for no other" if environment is None else "the launcher of the ranks also ends them"
         return [Row(part, "zero3", NOT_HERE, why)], ""
@@ -228,8 +229,9 @@ def _run(part: str, job: Job, environment: Any, timeout_seconds: float) -> tuple
     outcomes = {True: PASS, False: FAIL, None: NOT_HERE}
     lines = [json.loads(line) for line in re.findall(f"{LINE}(.*)", output)]
     rows = [Row(part, what, outcomes[passes], figures) for what, passes, figures in lines]
-    if failure:
-        rows.append(Row(part, "end", FAIL, f"{failure}: {_last_error(output)}"))
+    is_first = environment is None or environment.global_rank() == 0
+    if failure or (is_first and not rows):
+        rows.append(Row(part, "end", FAIL, f"{failure or 'no result'}: {_last_error(output)}"))
     return rows, output
 
 

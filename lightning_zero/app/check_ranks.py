@@ -113,16 +113,12 @@ class Job:
     """Keyword arguments of ``ZeroStrategy`` except the stage."""
     own: bool
     """Whether ``module.pt`` in the folder holds the user's module and data."""
+    shares_gpu: bool
+    """Whether two ranks share the only GPU."""
 
     @property
     def world_size(self) -> int:
         return self.devices * self.num_nodes
-
-    @property
-    def shares_gpu(self) -> bool:
-        """Whether two ranks share the only GPU."""
-        on_one_host = (self.devices, self.num_nodes) == (2, 1)
-        return self.accelerator == "gpu" and on_one_host and torch.cuda.device_count() == 1
 
     def strategy(self, name: str) -> Any:
         """Returns a new strategy: ``ddp``, ``fully_shard`` or one of ``STAGES``."""

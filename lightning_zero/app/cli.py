@@ -42,7 +42,9 @@ def main() -> None:
     parsed = _parser().parse_args(arguments)
     try:
         parsed.run(parsed)
-    except (OSError, RuntimeError, ValueError) as error:
+    except BrokenPipeError:  # the reader has closed its end, as `... | head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes into it when it ends
+    except (OSError, ValueError, CheckpointError) as error:
         _exit_with(str(error))
 
 
@@ -209,6 +211,9 @@ def run_command(command: str, cfg: Any, dry_run: bool = False) -> float | None:
     check_launcher(cfg, "local")
     profiler = trace_profiler(cfg, run_folder) if cfg.profile else None
     trainer = make_trainer(cfg, default_root_dir=str(run_folder), profiler=profiler)
+    for callback in trainer.checkpoint_callbacks:
+        if getattr(callback, "dirpath", "") is None:
+            vars(callback)["dirpath"] = str(run_folder / "checkpoints")
     if cfg.seed is not None:
         seed_everything(cfg.seed, workers=True, verbose=False)
     module = make_object(cfg, "model")

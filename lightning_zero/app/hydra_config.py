@@ -126,14 +126,14 @@ def make_trainer(cfg: DictConfig, **more: Any) -> Trainer:
     for name, value in given.items():
         if name not in _TRAINER:
             raise ConfigError(f"trainer.{name}={value!r}: not an argument of the Trainer.{closest(name, [*_TRAINER])}")
-    arguments = {**more, **{name: value for name, value in _build(given).items() if value is not None}}
+    arguments = {**_build(given), **{name: value for name, value in more.items() if given.get(name) is None}}
     if cfg.get("strategy") is not None:
         strategy = to_plain(cfg.strategy)
         ours = strategy.get("_target_", "").startswith("lightning_zero.")
         arguments["strategy"] = make_strategy(**strategy) if ours else _build(strategy)
     if cfg.get("callbacks"):
         arguments["callbacks"] = _all_of(cfg.callbacks)
-    if "logger" in cfg and "logger" not in arguments:
+    if "logger" in cfg and arguments.get("logger") is None:
         arguments["logger"] = _all_of(cfg.logger) or False
     with as_config_error("trainer: "):  # MisconfigurationException is neither: see cli
         return Trainer(**arguments)

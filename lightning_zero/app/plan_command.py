@@ -91,7 +91,9 @@ def _on_meta(cfg: DictConfig) -> Any:
     try:
         with torch.device("meta"):
             return make_object(cfg, "model")
-    except InstantiationException:
+    except InstantiationException as error:
+        if not isinstance(error.__cause__, (NotImplementedError, RuntimeError)):
+            raise
         return make_object(cfg, "model")
 
 

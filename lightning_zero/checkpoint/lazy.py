@@ -52,8 +52,9 @@ class LazyTensor(Tensor):
         if func is torch.ops.aten.slice.Tensor and (rows := _rows(*args, **(kwargs or {}))) is not None:
             tensor, start, stop = rows
             return cls((stop - start, *tensor.shape[1:]), tensor.dtype, tensor.read_rows, tensor.start + start)
-        targets = pytree.tree_leaves([args[:1], (kwargs or {}).get("out")])
-        if schema_of(func).is_mutable and any(isinstance(t, LazyTensor) for t in targets):
+        given = {**dict(zip((a.name for a in schema_of(func).arguments), args, strict=False)), **(kwargs or {})}
+        written = [a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
+        if any(isinstance(t, LazyTensor) for t in pytree.tree_leaves([given.get(name) for name in written])):
             raise RuntimeError(
                 f"{func} on a checkpoint's tensor, which is read-only on disk: put a new tensor into the dictionary"
                 " instead, as in checkpoint['state_dict'][name] = checkpoint['state_dict'][name] * 2."

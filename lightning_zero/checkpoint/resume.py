@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_zero.checkpoint.layout import EXTRA
 from lightning_zero.checkpoint.store import together
 from lightning_zero.comm.agree import Agreement
-from lightning_zero.private.lightning import combined_loader, data_fetcher
+from lightning_zero.private.lightning import combined_loader, data_fetcher, set_restarting
 
 # -- random states ---------------------------------------------------------------------------------------------------
 
@@ -170,6 +170,17 @@ def _set_states(trainer: Any, loaders: list[Any], states: list[Any]) -> None:
     if trainer.fit_loop.restarting and len(states) == len(stateful):
         for loader, state in zip(stateful, states, strict=True):
             loader.load_state_dict(state)
+
+
+def leave_finished_epoch(fit_loop: Any) -> None:
+    """Lets a run with ``max_steps`` begin the next epoch after a checkpoint from the end of an epoch.
+
+    Lightning treats every resumed run with ``max_steps`` as one in mid-epoch (``_FitLoop.restarting``) and trains one
+    batch too many in the finished epoch. Call this after Lightning restores the loops and before it runs them.
+    """
+    epoch = fit_loop.epoch_progress.current
+    if epoch.ready == epoch.started == epoch.processed:
+        set_restarting(fit_loop, False)
 
 
 def _batches_done(trainer: Any) -> int | None:

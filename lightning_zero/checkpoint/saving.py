@@ -94,6 +94,10 @@ class Saving:
             self.collecting = None
         return checkpoint
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the state for a copy of a Trainer after its runs, which agrees with its own process only."""
+        return {**vars(self), "agreement": Agreement(alone=True)}
+
     def end(self, run_failed: bool) -> None:
         """Waits for background saves. A failed one raises, or only warns if the run has failed already."""
         self._loaded = None

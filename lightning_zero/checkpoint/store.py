@@ -59,6 +59,10 @@ def load(path: str, weights_only: bool | None, agreement: Agreement) -> dict[str
         copy = os.path.join(agreement.gather(folder)[first], "checkpoint")
         with agreement.raise_if_any_failed():
             if agreement.rank == first:
+                if fs.isdir(target):
+                    directory.local_path(path)  # raises
+                if not fs.exists(target):
+                    raise FileNotFoundError(f"Checkpoint file not found: {path}")
                 fs.get_file(target, copy)
         return together(agreement, lambda: _read(copy, weights_only))
 
@@ -108,8 +112,8 @@ class BackgroundSaver:
         Raises:
             CheckpointError: On every rank, if a save has failed on any rank since the last call.
         """
+        together(self._agreement, self.wait)
         with self._agreement.raise_if_any_failed():
-            self.wait()
             # Not in the thread: when this call returns, Lightning may link to the folder or check that it exists.
             if self._agreement.rank == 0:
                 directory.prepare(directory.local_path(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +47,12 @@ def _files_in(folder: Path) -> list[Path]:
     """Returns the files with a model's weights, safetensors before pickles."""
     for names in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin"):
         if found := sorted(folder.glob(names)):
+            counts = {int(number) for each in found for number in re.findall(r"-of-(\d+)\.", each.name)}
+            if counts - {len(found)}:
+                raise CheckpointError(
+                    f"{folder} holds {len(found)} of the {min(counts)} files of which {found[0].name} is one: complete"
+                    " the folder, or pass the path of one file."
+                )
             return found
     raise FileNotFoundError(
         f"{folder} holds neither *.safetensors nor pytorch_model.bin, and is not a checkpoint of lightning_zero: pass a"

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from contextlib import ExitStack, suppress
+from functools import cache, partial
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,10 @@ def skip_saves(trainer: Any, why: str) -> ExitStack:
     A save would wait for ranks that never come, and would hide the first error.
     """
 
+    said = cache(partial(rank_zero_only(tell), f"no checkpoint is saved after this error: {why}."))  # once
+
     def skip(*args: Any, **kwargs: Any) -> None:
-        rank_zero_only(tell)(f"no checkpoint is saved after this error: {why}.")
+        said()
 
     undo = ExitStack()
     undo.callback(set_on_instance(trainer, "save_checkpoint", skip))

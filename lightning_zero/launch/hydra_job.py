@@ -14,12 +14,24 @@ from collections.abc import Sequence
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+_WORKERS = ("joblib", "submitit", "multiprocessing", "ray")
+"""Packages whose worker processes run jobs of another program, which cannot be executed again there."""
 _NOT_OF_A_JOB = ("hydra.mode=", "hydra.run.", "hydra.sweep", "hydra/sweeper", "hydra.launcher", "hydra/launcher")
 """Beginnings of overrides that say how jobs are started."""
 
 
 def job_command(command: Sequence[str]) -> list[str]:
-    """Returns ``command`` with arguments that make it run the current job."""
+    """Returns ``command`` with arguments that make it run the current job.
+
+    Raises:
+        RuntimeError: If this job runs in a worker of another program.
+    """
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and (worker := spec.name.split(".")[0]) in _WORKERS:
+        raise RuntimeError(
+            f"this job runs in a worker of {worker}, which cannot start the job's other ranks: use"
+            " hydra/launcher=basic, trainer.devices=1, or a launcher that starts all ranks (srun, torchrun)."
+        )
     job = HydraConfig.get()
     of_hydra = [item for item in job.overrides.hydra if not item.lstrip("+~").startswith(_NOT_OF_A_JOB)]
     pinned = ["hydra.mode=RUN", f"hydra.run.dir='{job.runtime.output_dir}'"]

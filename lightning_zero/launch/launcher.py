@@ -27,6 +27,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,7 +170,7 @@ class PopenLauncher(SubprocessScriptLauncher):
             if (cause := end_session(failed=True)) and hasattr(error, "add_note"):
                 error.add_note(f"lightning_zero: {cause} before this.")
         elif os.environ.get(supervisor.RANK_LOG) == "":
-            sys.excepthook = _show_nothing  # the supervisor shows the error on the terminal
+            sys.excepthook = partial(_show_all_but, error, sys.excepthook)  # the supervisor shows it on the terminal
 
     def _leave_run(self, error: BaseException, trainer: Any) -> None:
         """Makes this rank wait for no other, because the others may be anywhere."""
@@ -183,8 +184,10 @@ class PopenLauncher(SubprocessScriptLauncher):
             _drop_process_group()
 
 
-def _show_nothing(*error: Any) -> None:
+def _show_all_but(shown: BaseException, otherwise: Callable[..., Any], kind: Any, error: Any, tb: Any) -> None:
     """Replaces ``sys.excepthook``."""
+    if error is not shown:
+        otherwise(kind, error, tb)
 
 
 def _continued(function: Callable[..., Any], args: Any, kwargs: Any, trainer: Any) -> tuple[Any, Any]:

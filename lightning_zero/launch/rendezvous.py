@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -112,15 +113,17 @@ def _connect(address: str, port: int, rank: int) -> Any:
         agents.set(_PORT, str(store.port))
         return store
     deadline = time.monotonic() + start_seconds()
-    while True:
-        try:
-            store = _open(address, int(agents.get(_PORT)), serves=False, seconds=_CONNECT_SECONDS)
-        except TimeoutError:
-            if time.monotonic() > deadline:
-                raise
-        else:
-            store.set_timeout(timedelta(seconds=start_seconds()))
-            return store
+    while time.monotonic() < deadline:
+        with suppress(TimeoutError):
+            if agents.check([_PORT]):
+                store = _open(address, int(agents.get(_PORT)), serves=False, seconds=_CONNECT_SECONDS)
+                store.set_timeout(timedelta(seconds=start_seconds()))
+                return store
+        time.sleep(_POLL_SECONDS)
+    raise TimeoutError(
+        f"rank {rank} found no store of rank 0 at {address} within {start_seconds():.0f} s: start rank 0 there, and let"
+        f" other hosts reach its ports. To wait longer, set {START_SECONDS}={2 * start_seconds():g}."
+    )
 
 
 def _open(address: str, port: int, serves: bool, seconds: float | None = None) -> Any:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lightning_zero.config import check_types
+
 REQUEUE_SIGNAL = "USR1"
 """Signal that SLURM sends before the time limit. The ranks then finish their step, save and requeue the job."""
 
@@ -45,6 +47,7 @@ class SlurmJob:
     """Shell lines before the run, such as ``module load cuda`` or ``export NCCL_SOCKET_IFNAME=ib0``."""
 
     def __post_init__(self) -> None:
+        check_types(self, "launcher.")
         if self.tasks_per_node is not None and self.gpus_per_node not in (0, self.tasks_per_node):
             raise ValueError(
                 f"launcher.tasks_per_node={self.tasks_per_node} with launcher.gpus_per_node={self.gpus_per_node}: each"

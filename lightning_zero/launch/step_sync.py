@@ -17,6 +17,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -104,6 +105,10 @@ class StepSync(Callback):
             limit = (timeout_of(self._strategy) or timedelta(minutes=30)).total_seconds()
             self._agreement = run_agreement() or shared_agreement(limit)
             self._peer_memory = getattr(getattr(self._strategy, "engine", None), "peer_memory", None)
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if is_main_thread and _slurm_job() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+            # Lightning registers it only where its own environment requeues
+            self.undo.callback(signal.signal, signal.SIGUSR1, signal.signal(signal.SIGUSR1, self.on_signal))
 
     def on_signal(self, number: int, frame: Any) -> None:
         """Handles SIGTERM and SIGUSR1."""

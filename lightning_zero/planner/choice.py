@@ -61,4 +61,5 @@ def groups_of_hosts(
     if row.fits:
         needs = f"{row.name} needs {gib(row.peak)} GiB there"
         return noted(made, ranks_per_host, f"{ranks_per_host}, the ranks of one host: {needs}")
-    return noted(planned(None), None, f"all ranks: in groups of {ranks_per_host} {row.name} does not fit")
+    why = "does not fit" if made.usable_bytes is not None else "may not fit: no device memory was given"
+    return noted(planned(None), None, f"all ranks: in groups of {ranks_per_host} {row.name} {why}")

@@ -32,6 +32,7 @@ LIGHTNING = Library(
     TESTED,
     {
         # loops
+        f"{_LOOPS}.loop": "_Loop.restarting.fset",
         f"{_LOOPS}.fit_loop:_FitLoop": "_data_source _combined_loader _data_fetcher",
         f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop": "_broadcast_sigterm_tensor advance reset",
         f"{_CONNECTORS}.data_connector:_DataLoaderSource": "instance dataloader",
@@ -66,6 +67,7 @@ TORCHMETRICS = Library("torchmetrics", ">=1.4,<1.10", {"torchmetrics:Metric": "_
 with importing(LIGHTNING):
     from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
     from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
+    from lightning.pytorch.loops.loop import _Loop
     from lightning.pytorch.overrides.distributed import _sync_module_states as sync_module_states  # as DDP begins
     from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalStateSnapshot
     from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
@@ -97,6 +99,12 @@ def set_on_instance(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 # -- loops -----------------------------------------------------------------------------------------------------------
+
+
+def set_restarting(fit_loop: Any, value: bool) -> None:
+    """Sets ``fit_loop.restarting`` without ``_FitLoop``'s own setter, which treats every resumed run with ``max_steps``
+    as one in mid-epoch."""
+    _Loop.restarting.fset(fit_loop, value)  # type: ignore[attr-defined]
 
 
 def combined_loader(trainer: Any) -> Any:

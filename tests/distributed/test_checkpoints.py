@@ -93,6 +93,23 @@ def test_a_random_sampler_draws_the_same_order_again(ranks2, tmp_path: Path) -> 
     assert [losses[3:] for losses in straight] == resumed
 
 
+def _with_max_steps(max_steps: int, save_at: tuple[int, str] | None, resume: str | None) -> moves.Run:
+    callbacks = [moves._SaveAt(*save_at)] if save_at else []
+    return moves.run(
+        "zero2", "file", "features", "mid-epoch", 0, resume=resume, callbacks=callbacks, max_steps=max_steps
+    )
+
+
+def test_max_steps_continues_after_an_epochs_end(ranks2, tmp_path: Path) -> None:
+    """Lightning's own DDP trains one batch too many in the epoch that was done."""
+    stop = 2 * moves.BATCHES_PER_EPOCH
+    path = str(tmp_path / "x.ckpt")
+    straight = ranks2(_with_max_steps, stop + 9, (stop, path), None)
+    resumed = ranks2(_with_max_steps, stop + 9, None, path)
+    for ours, reference in zip(resumed, straight, strict=True):
+        assert ours.losses == reference.losses[stop:]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What the file is
 # ---------------------------------------------------------------------------------------------------------------------

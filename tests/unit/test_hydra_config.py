@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 from hydra.errors import HydraException
 
-from lightning_zero.app.hydra_config import ConfigError, explain, make_strategy, make_trainer, make_zero_config
+from lightning_zero.app.hydra_config import (
+    ConfigError,
+    explain,
+    make_slurm_job,
+    make_strategy,
+    make_trainer,
+    make_zero_config,
+)
 from lightning_zero.app.plan_command import run_plan
 from lightning_zero.config import OffloadConfig, ZeroConfig
 from lightning_zero.registry import NAMES
@@ -37,6 +44,18 @@ def test_a_plan_refuses_the_settings_that_a_run_refuses():
     with pytest.raises(ConfigError) as of_plan:
         run_plan(_job(*contradiction, *shapes))
     assert str(of_plan.value) == str(of_run.value)
+
+
+def test_a_setting_of_the_trainer_may_be_none():
+    """Lightning's default is not what the user has written."""
+    batches = "trainer.check_val_every_n_epoch=null", "trainer.val_check_interval=7", "callbacks=none", "logger=none"
+    assert make_trainer(_job(*batches)).check_val_every_n_epoch is None
+
+
+@pytest.mark.parametrize("setting", ["nodes=two", "nodes=0", "gpus_per_node=-1", "time_minutes=soon"])
+def test_numbers_of_a_batch_job_are_checked_before_it_waits(setting):
+    with pytest.raises(ConfigError, match=rf"launcher\.{setting.split('=')[0]}=.*use a whole number"):
+        make_slurm_job(_job("launcher=slurm", f"launcher.{setting}"))
 
 
 def test_groups_of_engine_and_offload():

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -163,36 +161,20 @@ def shard_units(plan: ShardPlan, transport: Transport, files: FileShards | None 
 def _fully_shard(plan: ShardPlan, unit: Unit, target: Any, ignored: set[nn.Parameter]) -> dict[Tensor, nn.Parameter]:
     """Shard ``unit``; return its shards -> the user's parameters, which are empty."""
     is_root = unit.module is plan.module
-    with _plainly_named(target):
-        fully_shard(
-            target,
-            mesh=plan.mesh,
-            mp_policy=plan.precision,
-            offload_policy=plan.offload,
-            reshard_after_forward=plan.reshards and not is_root,  # the backward needs the root at once
-            ignored_params=ignored,
-        )
+    fully_shard(
+        target,
+        mesh=plan.mesh,
+        mp_policy=plan.precision,
+        offload_policy=plan.offload,
+        reshard_after_forward=plan.reshards and not is_root,  # the backward needs the root at once
+        ignored_params=ignored,
+    )
     # Dropping them inside a backward would free tensors that uses outside the unit's forward have saved.
     target.set_reshard_after_backward(plan.reshards, recurse=False)
     named = dict(plan.module.named_parameters())
     for original in unit.parameters.values():
         original.data = original.data.new_empty(0)  # only the shards keep the values
     return {named[name]: original for name, original in unit.parameters.items()}
-
-
-@contextmanager
-def _plainly_named(module: nn.Module) -> Iterator[None]:
-    """Use ``nn.Module.named_parameters`` inside: ``fully_shard`` passes keywords that a user's override (torchrl's
-    losses have one) need not accept."""
-    plain = nn.Module.named_parameters
-    own = [m for m in module.modules() if type(m).named_parameters is not plain and "named_parameters" not in vars(m)]
-    for each in own:
-        vars(each)["named_parameters"] = partial(plain, each)
-    try:
-        yield
-    finally:
-        for each in own:
-            del vars(each)["named_parameters"]
 
 
 def _start_from_rank_0(tensors: Sequence[Tensor], device: torch.device) -> None:
