@@ -164,37 +164,19 @@ class ReduceScatter:
 
     Args:
         peer_memory: Of all ranks of the groups that it is called with.
-
-    Attributes:
-        may_wait: Lets the next call return before its reduction is complete. Nobody may read or move its output before
-            :meth:`finish`.
     """
 
     def __init__(self, peer_memory: PeerMemory) -> None:
         self._peer_memory = peer_memory
-        self._under_way: dist.Work | None = None
-        self.may_wait = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocates the input or the output of the next reduction."""
-        self.finish()  # one reduction at a time: the next call overwrites _under_way
         self._peer_memory.release_read()  # frees inputs that all peers have read
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Begins :func:`reduce_scatter`, of the mean if ``op`` is ``AVG``."""
+        """Runs :func:`reduce_scatter`, of the mean if ``op`` is ``AVG``."""
         with record_function("exchange::reduce_scatter"):  # its messages have no names in a profiler's trace
-            self._under_way = reduce_scatter(
-                output_tensor, input_tensor, group, self._peer_memory, op == dist.ReduceOp.AVG
-            )
-        if not self.may_wait:
-            self.finish()
-
-    def finish(self) -> None:
-        """Waits for the current reduction, if there is one."""
-        if self._under_way is not None:
-            with record_function("exchange::reduce_scatter_wait"):
-                self._under_way.wait()
-            self._under_way = None
+            reduce_scatter(output_tensor, input_tensor, group, self._peer_memory, op == dist.ReduceOp.AVG).wait()

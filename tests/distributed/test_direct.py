@@ -64,8 +64,7 @@ def _exchange(numel: int, dtype: torch.dtype, near: PeerMemory, late: int | None
     rank, n, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     reduce = direct.ReduceScatter(near)
     assert group is not None
-    for turn, may_wait in enumerate((False, True, True)):  # the second and third time in memory that has been used
-        reduce.may_wait = may_wait
+    for turn in range(3):  # the second and third time in memory that has been used
         if late == rank:  # the others have begun
             job_store().wait([f"{turn} {other}" for other in range(n) if other != late])
         shards = [_values(10 * i + rank, i * numel, dtype) for i in range(4)]  # an empty one, small and large ones
@@ -78,7 +77,7 @@ def _exchange(numel: int, dtype: torch.dtype, near: PeerMemory, late: int | None
         mean = reduce.allocate([numel], dtype=dtype, device=torch.device("cpu"))
         sent.copy_(_values(100 + rank, n * numel, dtype))
         reduce(mean, sent, group, dist.ReduceOp.AVG)  # while the gather is on its way
-        one = torch.empty(n * numel, dtype=dtype)  # begins while the reduction is, and is complete before it
+        one = torch.empty(n * numel, dtype=dtype)  # begins and ends while the gather is on its way
         one[rank * numel : (rank + 1) * numel] = _values(rank, numel, dtype)
         direct.all_gather(one, one.chunk(n)[rank] if numel else one, group).wait()
         one, written = one.clone(), one.fill_(-1)  # no late rank reads it any more
@@ -90,7 +89,6 @@ def _exchange(numel: int, dtype: torch.dtype, near: PeerMemory, late: int | None
         assert torch.equal(one, torch.cat([_values(r, numel, dtype) for r in range(n)]))
         for i, output in enumerate(outputs):
             assert torch.equal(output, torch.cat([_values(10 * i + r, i * numel, dtype) for r in range(n)]))
-        reduce.finish()
         expected = torch.zeros(numel, dtype=dtype)
         for r in [(rank - distance) % n for distance in range(n)]:
             expected += _values(100 + r, n * numel, dtype)[rank * numel : (rank + 1) * numel]

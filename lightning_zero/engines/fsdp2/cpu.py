@@ -9,12 +9,11 @@ or free a copy before :meth:`Direct.await_readers` returns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_zero.comm import direct
@@ -37,7 +36,6 @@ class Direct(Transport):
         if axis.size() == mesh.size():  # the shard axis spans all ranks, so its connections serve small messages too
             self.peer_memory = self._peer_memory
         self._reduce = direct.ReduceScatter(peer_memory)
-        self._accumulators: dict[Tensor, Any] = {}  # shards -> autograd nodes that accumulate their gradients
 
     # -- set-up
 
@@ -62,23 +60,3 @@ class Direct(Transport):
 
     def await_readers(self) -> None:
         self._peer_memory.await_readers()
-
-    # -- backward
-
-    def reduction_begins(self, group: private.Group, params: Sequence[private.ShardedParam]) -> None:
-        """Let the reduction overlap with autograd if nobody reads or adds to its output before it is complete."""
-        self._reduce.may_wait = self.mesh.ndim == 1 and private.keeps_what_is_reduced(group)
-        if self._reduce.may_wait:
-            self._finish_before_adding(params)
-
-    def _finish_before_adding(self, params: Iterable[private.ShardedParam]) -> None:
-        """Finish the reduction before autograd adds a gradient directly to a shard (a penalty over parameters)."""
-        for p in params:
-            if p.sharded_param not in self._accumulators:
-                node = get_gradient_edge(p.sharded_param).node
-                node.register_prehook(lambda grads: self._reduce.finish())
-                self._accumulators[p.sharded_param] = node  # keep alive: autograd would recreate it without the hook
-
-    def backward_ends(self) -> None:
-        self._reduce.may_wait = False  # reductions of late gradients are read immediately
-        self._reduce.finish()

@@ -422,7 +422,6 @@ class Fsdp2Engine(Engine):
                 if group not in self._root_groups:
                     self._usage.reduces(self._unit_of[group])
                 self._reduced.add(id(group))
-                self._transport.reduction_begins(group, params)
         return True
 
     def _after_backward(self, retains_graph: bool = False) -> None:
@@ -437,7 +436,6 @@ class Fsdp2Engine(Engine):
         sent = None
         if self.reduces and self.config.find_unused_parameters:
             sent = self._usage.send(chain.from_iterable(params for _, params in left), self._sharded.replicated)
-        self._transport.backward_ends()
         for group, params in left:
             self._usage.complete(params)
             private.reduce_now(group)

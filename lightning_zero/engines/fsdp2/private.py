@@ -50,7 +50,7 @@ FULLY_SHARD = Library(
         " _module_to_pre_load_state_dict_hook_handle",
         f"{_HOME}._fsdp_param_group": "RegisterPostBackwardFunction.generate_vmap_rule",
         f"{_HOME}._fsdp_param:FSDPParam": "sharded_param _sharded_param_data padded_sharded_param_size"
-        " _unsharded_param _module_info shared_modules shared_param_names param_dtype reduce_dtype orig_dtype"
+        " _unsharded_param _module_info shared_modules shared_param_names param_dtype"
         " _orig_size _contiguous_orig_stride sharded_state all_gather_outputs init_all_gather_outputs"
         " alloc_all_gather_outputs init_unsharded_param free_unsharded_param _setattr_on_modules"
         " reset_sharded_param _post_load_hook_handle "
@@ -612,17 +612,6 @@ def _await_gather(group: Group) -> None:
     with torch.autograd._unsafe_preserve_version_counter(outputs):  # a gather does not count as a write
         if group._all_gather_result.all_gather_work is not None:
             group._all_gather_result.all_gather_work.wait()
-
-
-def keeps_what_is_reduced(group: Group) -> bool:
-    """Whether a reduction's output becomes the gradients' storage unchanged: not cast, scaled, or added to others."""
-
-    def is_kept(p: ShardedParam) -> bool:
-        reduced = (p.reduce_dtype or p.param_dtype or p.orig_dtype) if _WAITS_APART else p.unsharded_grad_dtype
-        is_scaled = reduced not in (torch.float32, torch.bfloat16)  # divided afterwards by a factor of the world size
-        return p.sharded_param.grad is None and reduced == p.orig_dtype and not is_scaled
-
-    return all(map(is_kept, group.fsdp_params))
 
 
 def reduce_now(group: Group) -> None:

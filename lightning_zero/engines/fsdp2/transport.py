@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_zero.comm.agree import IN_STEP, Agreement, run_agreement, shared_agreement
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.order import Order
 
 
@@ -116,12 +115,6 @@ class Transport:
         """Called before a backward, which may begin inside the forward."""
         if self._order is not None:
             self._order.close()
-
-    def reduction_begins(self, group: private.Group, params: Sequence[private.ShardedParam]) -> None:
-        """Called before ``group`` reduces the gradients of ``params``, which are complete."""
-
-    def backward_ends(self) -> None:
-        """Called when all reductions scheduled by autograd have begun; they are complete when this returns."""
 
     # -- writes
 
