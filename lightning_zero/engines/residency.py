@@ -205,8 +205,8 @@ class Views:
     """Views of full parameters that user code still holds when the parameters are closed or dropped.
 
     The memory is left to the views, with the values of that moment. They may be read. A view that is still held an
-    optimizer step later causes a warning, because it does not follow the training. A write to a view from an earlier
-    part of the same step would be lost, so it is an error.
+    optimizer step later causes a warning, because it does not follow the training. A write to one in the same step
+    would be lost, so it is an error; taken in a hook, ``.data`` and ``detach()`` show writes, other views do not.
 
     Args:
         names: ``id`` of each user parameter -> its name.

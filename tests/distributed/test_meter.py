@@ -1,4 +1,4 @@
-"""Each stage communicates as often as its plan says (the table at the top of ``engines/fsdp2``).
+"""Each stage communicates as often as its plan says (the table at the top of ``engines/fsdp2/engine.py``).
 
 Counted are the engine's own collectives; numbers alone cannot show a stage 1 that reduces after every micro-batch.
 """

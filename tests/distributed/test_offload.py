@@ -1,8 +1,9 @@
 """``offload="cpu"`` on a CPU-only machine: the same names run, and give the same losses, weights and metrics.
 
-Exactly the same where the same kernels run; an Adam whose user chose no kernel is fused (``optim.fusible_groups``), so
-it may round differently. What a failure localises: one kind under every stage to what the kind names; everything to
-``fully_shard``'s policy. Where things lie on an accelerator is ``tests/unit/test_host_shards.py``.
+Exactly the same where the same kernels run; an Adam whose user chose no kernel is fused
+(``optimizer_step.fusible_groups``), so it may round differently. What a failure localises: one kind under every stage
+to what the kind names; everything to ``fully_shard``'s policy. Where things lie on an accelerator is
+``tests/unit/test_host_shards.py``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A step never waits for a value of the device: what it computes with stays there.
 
 On the CPU a wait can only be seen as the function that would cause it: every way from a floating-point tensor, or from
-a comparison of such, to Python is counted. (Whole numbers are what ranks agree on between their hosts, see ``watch``
-and ``Usage.agree``; on an accelerator those tensors lie on the host too.) ``tests/gpu`` lets CUDA
-itself tell.
+a comparison of such, to Python is counted. (Whole numbers are what ranks agree on between their hosts; on an
+accelerator those tensors lie on the host too.) ``tests/gpu`` lets CUDA itself tell.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from torch.utils.data import DataLoader
 from tests.helpers import zoo
 
 _TO_PYTHON = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy", "nonzero")
-_BETWEEN_HOSTS = ("_ranks_ran_different_units", "_agree_on_unused")
-"""Functions that compare what the hosts have agreed on."""
 
 
 class Quiet(zoo.Zoo):
@@ -66,9 +63,7 @@ class _Watched(Callback):
     def _counting(self, original: Any) -> Any:
         def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if tensor.is_floating_point() or tensor.dtype == torch.bool:
-                stack = "".join(traceback.format_stack(limit=6)[:-1])
-                if not any(name in stack for name in _BETWEEN_HOSTS):
-                    self.waits.append(stack)
+                self.waits.append("".join(traceback.format_stack(limit=6)[:-1]))
             return original(tensor, *args, **kwargs)
 
         return call

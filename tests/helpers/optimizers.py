@@ -1,7 +1,7 @@
 """Optimizers as third parties write them, each with one habit that breaks whoever takes it for element-wise or for
 self-contained, and the kinds that train with them.
 
-Without the packages themselves: ``benchmarks/models.py`` has those. ``KINDS`` becomes part of the zoo's.
+Without the packages themselves: ``tests/helpers/models.py`` has those. ``KINDS`` becomes part of the zoo's.
 """
 
 from __future__ import annotations

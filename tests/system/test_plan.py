@@ -4,7 +4,7 @@ Model states are counted tensor by tensor, traffic call by call (both by ``ZeroM
 the run it measures), peaks by the CPU allocator's own record of every block.
 
 What a failure localises: parameters or gradients to ``units`` and ``memory.state_bytes``; optimizer states to the
-planner's fake step; gathers and reductions to ``memory._FullyShard``; a peak alone to ``tracing``. More peaks are
+planner's fake step; gathers and reductions to ``memory.traffic``; a peak alone to ``tracing``. More peaks are
 compared by ``make memory``.
 """
 
