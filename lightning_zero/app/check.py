@@ -188,7 +188,8 @@ def _ranks(environment: Any, asked: int | None, on_gpu: bool) -> tuple[int, int]
     """Returns the number of ranks on each host, and the number of hosts."""
     if environment is not None:
         found = environment.world_size()
-        here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or asked or found)
+        env, here = os.environ, asked or found // int(os.environ.get("SLURM_NNODES", "1"))
+        here = int(env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_NTASKS_PER_NODE") or here)
         if asked not in (None, here):
             raise ValueError(f"devices={asked}: the launcher has started {here} ranks here; leave devices out.")
         return here, found // here

@@ -87,8 +87,8 @@ def check_started(environment: Any, devices: int, num_nodes: int) -> None:
     """Checks the number of ranks that another launcher has started.
 
     Raises:
-        ValueError: The number is not ``devices * num_nodes``, srun was forgotten, or each rank of mpirun would start
-            all ranks of a run.
+        ValueError: torchrun's or srun's settings are not ``devices`` and ``num_nodes``, srun was forgotten, or each
+            rank of mpirun would start all ranks of a run.
     """
     if environment.creates_processes_externally:
         tasks = int(os.environ.get("SLURM_NTASKS", "1")) if isinstance(environment, SLURMEnvironment) else 1

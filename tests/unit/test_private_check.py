@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -79,6 +82,14 @@ def test_a_newer_version_is_named_once(monkeypatch, caplog, found: str, rank: st
         check(library)
     assert len(caplog.messages) == lines
     assert all(f"lightning {found} is newer than lightning>=2.6,<2.8" in text for text in caplog.messages)
+
+
+def test_deepspeeds_parts_are_there_on_an_accelerator() -> None:
+    """DeepSpeed imports other modules for it than on the CPU."""
+    program = "from lightning_zero.engines.deepspeed import private as p; p.check(p.DEEPSPEED)"
+    env = {**os.environ, "DS_ACCELERATOR": "cuda", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_strategy_is_checked_when_it_is_made(monkeypatch) -> None:

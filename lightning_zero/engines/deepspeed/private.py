@@ -54,7 +54,7 @@ DEEPSPEED = Library(
         "deepspeed.comm.comm:init_distributed": "dist_backend dist_init_required cdb",
         "deepspeed.comm.torch": "build_shm_op",
         "deepspeed.utils.groups": "_release_process_group_references",
-        "deepspeed.accelerator": "set_accelerator cpu_accelerator.CPU_Accelerator",
+        "deepspeed.accelerator.cpu_accelerator": "CPU_Accelerator",
         f"{_ZERO}.parameter_offload": "_inject_parameters iter_params FWD_MODULE_STACK",
         f"{_ZERO}.partitioned_param_coordinator": "iter_params",
         f"{_ZERO}.stage3": "DeepSpeedCPUAdam register_grad_hook",
