@@ -7,8 +7,8 @@ each rank reads from every other rank exactly the elements that it needs, Ψ(N-1
     all_gather       the shard of every other rank, read directly into its place in the output
     reduce_scatter   my part of every other rank's tensor, read piece by piece; each piece is added to my own part
 
-A call begins an exchange, by offering this rank's tensors, and returns a work. ``wait()`` reads those of the others.
-When it returns, the exchange is complete.
+A gather offers this rank's tensors and returns a work, whose ``wait()`` reads those of the others. A reduction is
+complete when it returns.
 
 Rank r adds the parts of r-1, r-2, ... in this order. Keep the order of additions fixed: results must not depend on
 timing.
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,13 +29,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightning_zero.comm.peer_memory import Offer, PeerMemory
+from lightning_zero.comm.peer_memory import PeerMemory
 
 PIECE_BYTES = 2**19
 """Size of a piece of a reduction: small enough to be still in the cache when it is added."""
 _GATHER, _REDUCTION, _FULL = range(1, 4)
-"""Kinds of exchanges. A gather may begin and end during a reduction, and a full tensor may be requested during both, so
-each needs its own."""
+"""Kinds of exchanges. A reduction, and a gather into one tensor, may begin and end during a gather of a unit, so each
+needs its own."""
 
 
 Parts = Sequence[Tensor]
@@ -110,24 +109,15 @@ def _exchange(pairs: Sequence[tuple[Parts, Tensor]], kind: int, rank: int, peer_
 @torch.no_grad()
 def reduce_scatter(
     output: Tensor, full: Tensor, group: dist.ProcessGroup, peer_memory: PeerMemory, mean: bool = False
-) -> dist.Work:
+) -> None:
     """Reduces ``full`` over the ranks and writes this rank's part of the sum, or mean, to ``output``; 1D, contiguous.
 
-    Do not touch either tensor before the wait. Peers read ``full`` in place: do not write to it before
-    ``peer_memory.await_readers()``, not even after the wait.
+    Peers read ``full`` in place: do not write to it before ``peer_memory.await_readers()``.
     """
     if group.size() == 1 or not output.numel():
         output.copy_(full)
-        return Begun(iter(()))
+        return
     offer = peer_memory.offer(_REDUCTION, [full])
-    rest = _add_parts(output, full, group, peer_memory, offer)
-    return Begun(rest, partial(output.div_, group.size()) if mean else None)
-
-
-def _add_parts(
-    output: Tensor, full: Tensor, group: dist.ProcessGroup, peer_memory: PeerMemory, offer: Offer
-) -> Iterator[None]:
-    """Adds this rank's part of every peer's tensor; yields after each peer. ``full`` must not change: peers read it."""
     so_far, numel = full.chunk(group.size())[group.rank()], PIECE_BYTES // full.itemsize
     slot = full.new_empty(min(numel, so_far.numel()))
     for peer in peer_memory.ranks:
@@ -139,7 +129,8 @@ def _add_parts(
             torch.add(mine, arrived, out=piece)
         peer_memory.done(offer, source)
         so_far = output
-        yield
+    if mean:
+        output.div_(group.size())
 
 
 class Begun(dist.Work):
@@ -179,4 +170,4 @@ class ReduceScatter:
     ) -> None:
         """Runs :func:`reduce_scatter`, of the mean if ``op`` is ``AVG``."""
         with record_function("exchange::reduce_scatter"):  # its messages have no names in a profiler's trace
-            reduce_scatter(output_tensor, input_tensor, group, self._peer_memory, op == dist.ReduceOp.AVG).wait()
+            reduce_scatter(output_tensor, input_tensor, group, self._peer_memory, op == dist.ReduceOp.AVG)

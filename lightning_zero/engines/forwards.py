@@ -83,10 +83,12 @@ class Forwards:
             self._forwards |= {m: _within(on_host, self._forwards[m]) for m in recomputed}
 
     def begin(self) -> None:
+        """Changes the forwards of the modules."""
         for m, forward in self._forwards.items():
             set_compiled_call(m, _with_hooks(m, forward))
 
     def undo(self) -> None:
+        """Gives the modules their own forwards back."""
         for m in self._forwards:
             set_compiled_call(m, None)
         self._forwards = {}

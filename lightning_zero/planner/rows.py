@@ -58,10 +58,12 @@ class Row:
 
     @property
     def label(self) -> str:
+        """Name in the printed table."""
         return f"{self.name}, ckpt" if self.checkpointing else self.name
 
     @property
     def sent_total(self) -> float:
+        """Bytes that this rank sends per optimizer step."""
         return sum(self.sent.values())
 
 
