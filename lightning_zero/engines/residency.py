@@ -62,11 +62,13 @@ from lightning_zero.private.torch import (
     Graph,
     as_traced,
     backwards_inside,
+    in_transform,
     is_in_graph_alone,
     never_a_frame,
     outside_transforms,
     pause_dynamo,
     pytree,
+    storage_key,
     users_of,
     version_of,
 )
@@ -190,8 +192,8 @@ class Store(Protocol):
     def backward(self, func: Any, run: Callable[[], Any]) -> Any:
         """Calls ``run``, which calls ``func``, one of :data:`BACKWARDS`."""
 
-    def aliased(self, p: Tensor, alias: Tensor) -> None:
-        """User code has taken ``alias``, which is ``p.data`` or ``p.detach()``."""
+    def aliased(self, p: Tensor, alias: Any) -> None:
+        """User code has taken ``alias``, which may share the memory of ``p``: a tensor or a tuple of them."""
 
     def written(self, p: Tensor) -> None:
         """The gathered ``p`` may be written to without a change of its version counter."""
@@ -206,7 +208,7 @@ class Views:
 
     The memory is left to the views, with the values of that moment. They may be read. A view that is still held an
     optimizer step later causes a warning, because it does not follow the training. A write to one in the same step
-    would be lost, so it is an error; taken in a hook, ``.data`` and ``detach()`` show writes, other views do not.
+    would be lost, so it is an error.
 
     Args:
         names: ``id`` of each user parameter -> its name.
@@ -222,12 +224,16 @@ class Views:
         self._has_warned = False
 
     def take(self, p: Tensor, result: Any) -> None:
-        """Records ``result``, the result of a call that may be a view of the full ``p``."""
-        for view in tensors_in((result,)):
-            if view.requires_grad:
-                self._with_graph.setdefault(id(p), []).append(weakref.ref(view))
-            else:
-                self._aliases.setdefault(id(p), []).append(view.detach())
+        """Records the views of the full ``p`` in ``result``, the result of a call that may return some."""
+        with DisableTorchFunction():
+            memory = storage_key(p.untyped_storage())
+            for view in tensors_in((result,)):
+                if not in_transform() and storage_key(view.untyped_storage()) != memory:
+                    continue  # a copy, as p[indices] returns
+                if view.requires_grad:
+                    self._with_graph.setdefault(id(p), []).append(weakref.ref(view))
+                else:
+                    self._aliases.setdefault(id(p), []).append(view.detach())
 
     def moved(self, p: Tensor) -> None:
         """User code has given ``p`` other memory: no view of before follows ``p``, under DDP either."""
@@ -255,7 +261,9 @@ class Views:
         ``num_others`` is the number of tensors in it that are not the engine's own.
         """
         if is_held := self.are_held(p, num_others):
-            versions = [(alias, version_of(alias)) for alias in self._aliases.get(id(p), ())]
+            views = [view for each in self._with_graph.get(id(p), ()) if (view := each()) is not None]
+            views = [*self._aliases.get(id(p), ()), *(view.detach() for view in views)]
+            versions = [(view, version_of(view)) for view in views]
             self._left.append((self._names.get(id(p), "?"), StorageWeakRef(storage), versions))
         self._forget(p)
         return is_held
@@ -466,8 +474,9 @@ class Residency:
             for p in filter(self._store.is_there, touched):
                 self._store.written(p)
         if touched:
-            if func is Tensor.detach:
-                self._store.aliased(args[0], result)
+            if may_alias(func):
+                for p in touched:
+                    self._store.aliased(p, result)
             self.computed(touched, result, func, first)
         return result
 

@@ -135,9 +135,10 @@ def users_of(storage: Any) -> int:
 def is_in_graph_alone(reference: weakref.ref[Tensor]) -> bool:
     """Whether only autograd, and no Python code, holds a tensor. While C++ holds a tensor, it also holds the tensor's
     Python object."""
-    tensor = reference()
-    here = 2  # references of this function: the variable, and the argument of getrefcount
-    return tensor is not None and sys.getrefcount(tensor) - here <= 1 < tensor._use_count()  # type: ignore[attr-defined]
+    if reference() is None:
+        return False
+    # No variable holds the tensor: whether that counts as a reference depends on Python's version. The argument counts.
+    return sys.getrefcount(reference()) - 1 <= 1 < reference()._use_count()  # type: ignore[union-attr]
 
 
 def set_local_tensor(sharded: Any, part: Tensor) -> None:

@@ -10,7 +10,6 @@ gathered into memory of its own.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.gradients import Gradients
@@ -64,7 +64,7 @@ class DeepSpeedStore:
         self._views = views
         self._params: list[Any] = list(params.held)
         self._own: dict[int, int] = {id(p): key for key, p in enumerate(params.held)}  # id of a parameter -> its key
-        self._aliases: dict[int, list[weakref.ref[Tensor]]] = {}  # stages 1 and 2: key -> p.data and p.detach()
+        self._aliases: dict[int, Any] = {}  # stages 1 and 2: key -> its views, a WeakIdKeyDictionary used as a set
         self._module, self._gradients = params, gradients
         self.states = States(
             2 * len(self._params),
@@ -245,11 +245,10 @@ class DeepSpeedStore:
     def before_collective(self, tensors: Sequence[Any]) -> None:
         """Does nothing: the collective's writes are stored when the window ends."""
 
-    def aliased(self, p: Tensor, alias: Tensor) -> None:
+    def aliased(self, p: Tensor, alias: Any) -> None:
         key = self._own[id(p)]
         if not self._stage3:
-            alive = [each for each in self._aliases.get(key, ()) if each() is not None]
-            self._aliases[key] = [*alive, weakref.ref(alias)]
+            self._aliases.setdefault(key, WeakIdKeyDictionary()).update(dict.fromkeys(tensors_in((alias,))))
         elif not self.is_here(key):
             self._views.take(p, alias)
 
@@ -267,9 +266,8 @@ class DeepSpeedStore:
                 " p.data.copy_(value), do it in a hook, or use engine='fsdp2' (or stage=3)."
             )
         else:  # p must stay in DeepSpeed's buffer, but its aliases keep the old values
-            for alias in [each() for each in self._aliases.pop(key, ())]:
-                if alias is not None:
-                    set_data(alias, alias.clone())
+            for alias in list(self._aliases.pop(key, ())):
+                set_data(alias, alias.clone())
             p.data.copy_(value)
         self.written(p)
 

@@ -241,10 +241,8 @@ class Fsdp2Engine(Engine):
         private.follow_requires_grad(group)
 
     def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
-        if aliases:
-            with DisableTorchFunction():
-                for p in params:
-                    self._views.take(p, result)
+        for p in params if aliases else ():
+            self._views.take(p, result)
         if self.config.stage == 3 and torch.is_grad_enabled():
             nodes = [t.grad_fn for t in tensors_in((result,)) if t.grad_fn is not None]
             if nodes:

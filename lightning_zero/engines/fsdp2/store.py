@@ -168,7 +168,7 @@ class Fsdp2Store:
     def backward(self, func: Any, run: Callable[[], Any]) -> Any:
         return run()
 
-    def aliased(self, p: Tensor, alias: Tensor) -> None:
+    def aliased(self, p: Tensor, alias: Any) -> None:
         if not self.is_there(p):  # else `used` takes it
             self._views.take(p, alias)
 
