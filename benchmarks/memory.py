@@ -264,7 +264,7 @@ def configure_model(self):
 ```
 
 Outside the module, write `with trainer.init_module(empty_init=True): module = MyModule()`. (Without `empty_init=True`
-every process builds the full module, because the ranks do not exist yet; one line says so.) The engine then
+every process builds the full module, because the ranks do not exist yet.) The engine then
 materializes, initializes and shards one unit after the other. On `fsdp2`, parameters of the root (norms, and embeddings
 and heads that are small or tied) stay unsharded until the end, as in each step. `build="whole"` materializes the full
 module on every rank before sharding.
