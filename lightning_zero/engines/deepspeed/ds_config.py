@@ -150,11 +150,6 @@ def _zero_section(config: ZeroConfig, facts: RunFacts, raw: RawConfig) -> dict[s
             _fill(section, "pin_memory", config.offload.pin_memory, facts.device_type != "cpu", raw)
             if part == "optimizer":
                 _fill(section, "ratio", config.offload.ratio, 1.0, raw)
-    if config.stage == 1 and made.get("contiguous_gradients") is False and not made["overlap_comm"]:
-        raise ValueError(
-            "contiguous_gradients=False at stage 1: DeepSpeed then does not say when a gradient arrives; set"
-            " overlap_comm=True as well, or use stage=2."
-        )
     return made
 
 

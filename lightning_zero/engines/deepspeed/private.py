@@ -57,8 +57,7 @@ DEEPSPEED = Library(
         "deepspeed.accelerator.cpu_accelerator": "CPU_Accelerator",
         f"{_ZERO}.parameter_offload": "_inject_parameters iter_params FWD_MODULE_STACK",
         f"{_ZERO}.partitioned_param_coordinator": "iter_params",
-        f"{_ZERO}.stage3": "DeepSpeedCPUAdam register_grad_hook",
-        f"{_ZERO}.stage_1_and_2": "register_grad_hook",
+        f"{_ZERO}.stage3": "DeepSpeedCPUAdam",
         "deepspeed.utils": "z3_leaf_module",
         # sharding
         f"{_ZERO}.partition_parameters": "ZeroParamStatus.AVAILABLE free_param",
@@ -68,14 +67,14 @@ DEEPSPEED = Library(
         f"{_ZERO}.partition_parameters:_init_external_params": "_external_params all_parameters",
         f"{_ZERO}.linear": "zero3_linear_wrap",
         # one step
-        "deepspeed.runtime.engine:DeepSpeedEngine": "_backward_prologue _backward_epilogue _running_engine_backward"
-        " _broadcast_model module_forward_pre_hook module_forward_post_hook device dp_world_size destroy",
+        "deepspeed.runtime.engine:DeepSpeedEngine": "_create_module_forward_pre_hook _create_module_forward_post_hook"
+        " _broadcast_model allreduce_gradients set_gradient_accumulation_boundary device dp_world_size destroy",
         f"{_ZERO}.parameter_offload:DeepSpeedZeRoOffload": "_register_deepspeed_module partition_all_parameters"
         " get_param_coordinator forward_hooks ds_id ds_inflight_param_registry ds_recompute_parameters destroy",
         f"{_ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator": f"{_TO_RELEASE} hierarchy"
         " reset_step trace_prologue is_record_trace record_module fetch_sub_module release_sub_module",
         # stages 1 and 2
-        f"{_ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer": "_grad_acc_hooks clear_backward_seen_flag process_gradients"
+        f"{_ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer": "_grad_acc_hooks process_gradients backward_epilogue"
         " round_robin_bit16_groups round_robin_bit16_offsets partition_size real_dp_process_group"
         " single_partition_of_fp32_groups parallel_partitioned_bit16_groups bit16_groups bit16_groups_flat"
         " averaged_gradients all_grad_tensors cpu_offload micro_step_id nccl_start_alignment_factor"
@@ -84,9 +83,9 @@ DEEPSPEED = Library(
         "deepspeed.runtime.utils:all_gather_dp_groups": "groups_flat partitioned_param_groups dp_process_group"
         " start_alignment_factor allgather_bucket_size",
         # stage 3
-        f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3": f"{_REDUCE_BUCKET} _grad_acc_hooks clear_backward_seen_flag"
+        f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3": f"{_REDUCE_BUCKET} _grad_acc_hooks backward_epilogue"
         " fp16_groups grad_position fp32_partitioned_groups_flat fp16_partitioned_groups_flat ipg_buckets"
-        " micro_step_id parameter_offload _epilogue_ran_this_backward get_param_id"
+        " micro_step_id parameter_offload get_param_id"
         " _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition reduce_ready_partitions_and_remove_grads"
         " _reassign_or_swap_out_partitioned_parameters invalidate_secondary_tensor",
     },
@@ -220,25 +219,24 @@ def starting(joined: type, sharded: Iterable[Any]) -> Iterator[None]:
     """Context of ``deepspeed.initialize``, which here leaves out
 
     - the broadcast of rank 0's parameters, which ranks have already: it fails on 0-dim ones;
+    - hooks of the root, which time the forward and find parameters used outside of their module, as residency does;
     - stage 3's hooks of modules, which :class:`ModuleHooks` replaces, and its dictionaries of parameters;
-    - residency's interception in its hooks of gradients;
     - the check for DeepSpeed's own CPU Adam if ``offload.ratio`` is below 1. DeepSpeed would step some masters on the
       device itself, but here users' own optimizers step all masters. ``joined`` is the optimizer that DeepSpeed gets.
 
     Stage 3 formats all parameters as text, so inside the context those that are ``sharded`` already are really empty.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.zero import parameter_offload, stage3, stage_1_and_2
+    from deepspeed.runtime.zero import parameter_offload, stage3
 
-    register = stage3.register_grad_hook
     with contextlib.ExitStack() as stack:
         for home, name, value in (
             (DeepSpeedEngine, "_broadcast_model", lambda self: None),
+            (DeepSpeedEngine, "_create_module_forward_pre_hook", lambda self: None),
+            (DeepSpeedEngine, "_create_module_forward_post_hook", lambda self: None),
             (parameter_offload.DeepSpeedZeRoOffload, "_register_deepspeed_module", lambda self, module: None),
             (parameter_offload, "_inject_parameters", lambda module, cls: None),
             (stage3, "DeepSpeedCPUAdam", joined),
-            (stage3, "register_grad_hook", lambda p, hook: register(p, _plainly(hook))),
-            (stage_1_and_2, "register_grad_hook", lambda p, hook: register(p, _plainly(hook))),
         ):
             stack.enter_context(_instead(home, name, value))
         for p in sharded:
@@ -353,31 +351,28 @@ def backward(engine: Any, run_backward: Callable[[], None], before_end: Callable
 
     ``before_end`` runs after all gradients have arrived and before the last buckets are reduced.
     """
-    optimizer = engine.optimizer
-    optimizer.clear_backward_seen_flag()
-    engine._running_engine_backward = True
-    try:
-        engine._backward_prologue()
-        with EnableTorchFunction():  # user code in it may touch resharded parameters
-            run_backward()
-        before_end()
-        engine._backward_epilogue()
-    finally:
-        engine._running_engine_backward = False
+    with EnableTorchFunction():  # user code in it may touch resharded parameters
+        run_backward()
+    before_end()
+    engine.allreduce_gradients()
+    engine.optimizer.backward_epilogue()
 
 
-def take_gradients(engine: Any, arrives: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Has ``arrives(p)`` called for each gradient in place of DeepSpeed's own function, and returns the latter.
+def take_gradients(
+    engine: Any, params: Iterable[nn.Parameter], arrives: Callable[[Any], None]
+) -> Callable[[Any], None]:
+    """Has ``arrives(p)`` called for each gradient of ``params`` in place of DeepSpeed's own hooks.
 
     The returned function puts the gradient of ``p`` into a bucket, if this backward reduces."""
     zero = engine.optimizer
-    name = "process_gradients" if hasattr(zero, "process_gradients") else "reduce_ready_partitions_and_remove_grads"
-    take = getattr(zero, name)
-    setattr(zero, name, lambda p, *group: arrives(p))
-    if name != "process_gradients":
-        return take  # type: ignore[no-any-return]
+    for hook in zero._grad_acc_hooks:
+        hook.remove()
+    arrived = _plainly(arrives)
+    zero._grad_acc_hooks = [p.register_post_accumulate_grad_hook(arrived) for p in params]  # DeepSpeed removes them
+    if not hasattr(zero, "process_gradients"):
+        return zero.reduce_ready_partitions_and_remove_grads  # type: ignore[no-any-return]
     groups = {p: i for i, group in enumerate(zero.bit16_groups) for p in group}
-    return lambda p: take(p, groups[p])
+    return lambda p: zero.process_gradients(p, groups[p])
 
 
 def before_buckets(engine: Any, action: Callable[[Sequence[Any]], None]) -> None:
@@ -457,8 +452,7 @@ class Shards(ABC):
     def before_reductions(self) -> None:  # noqa: B027
         """Prepares a backward that reduces its gradients."""
 
-    @abstractmethod
-    def after_reductions(self) -> None:
+    def after_reductions(self) -> None:  # noqa: B027
         """Takes over the reduced gradients."""
 
     def publish(self, params: Iterable[Tensor]) -> None:
@@ -573,6 +567,7 @@ class Shards3(Shards):
                 _, start, each = self.zero.grad_position[self.zero.get_param_id(p)]
                 offset = min(p.ds_zero_partition_rank * each, p.ds_numel)
                 self.pieces[p] = Piece(i, start, min(each, p.ds_numel - offset), offset)
+        self.zero.micro_step_id = 1  # not 0, so that DeepSpeed adds to the gradients instead of replacing them
 
     @property
     def _grads(self) -> dict[int, Tensor]:
@@ -594,10 +589,6 @@ class Shards3(Shards):
         fresh = [self._grads[p.ds_id] for p in self.pieces if p not in self.with_grad]  # type: ignore[attr-defined]
         if fresh:
             torch._foreach_zero_(fresh)
-        self.zero.micro_step_id = 1  # not 0, so that DeepSpeed adds to the gradients instead of replacing them
-
-    def after_reductions(self) -> None:
-        self.zero._epilogue_ran_this_backward = False
 
     def _publish(self, flats: list[int]) -> None:
         release_all(self.engine)
@@ -721,9 +712,6 @@ class ModuleHooks:
                 reset()
 
         self._coordinator.reset_step = reset_step
-        # Residency finds parameters used outside their module's forward, in more cases than these hooks do.
-        engine.module_forward_pre_hook.remove()
-        engine.module_forward_post_hook.remove()
 
     def _gather(self, module: nn.Module, forward: bool) -> None:
         self._coordinator.trace_prologue(module)
@@ -848,8 +836,6 @@ def end(engine: Any, root: nn.Module, failed: bool) -> None:
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     if engine is not None:
-        engine.module_forward_pre_hook.remove()
-        engine.module_forward_post_hook.remove()
         if failed:
             for hook in getattr(engine.optimizer, "_grad_acc_hooks", ()):
                 hook.remove()

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.comm.agree import IN_STEP, Agreement
 from lightning_zero.config import ZeroConfig
@@ -53,17 +53,17 @@ class Reductions:
     def __init__(self, params: Parameters, config: ZeroConfig, agreement: Agreement | None) -> None:
         self._params, self._stage = params, config.stage
         self._fills, self._agreement = config.find_unused_parameters, agreement
-        self._trained: Sequence[Tensor] = ()
+        self._trained: Sequence[nn.Parameter] = ()
         self._arrived: set[Tensor] = set()  # in this backward
         self._next: list[Tensor] = []  # not handed over yet in this backward; the next one is the last in the list
         self._in_turn = False
         self.used: set[Tensor] = set()
         self.window_open = False
 
-    def follow(self, engine: Any, trained: Sequence[Tensor]) -> None:
+    def follow(self, engine: Any, trained: Sequence[nn.Parameter]) -> None:
         """Takes the gradients of ``trained``, the parameters in the flats of DeepSpeed's ``engine``."""
         self._trained = trained
-        self._give = private.take_gradients(engine, self._arrives)
+        self._give = private.take_gradients(engine, trained, self._arrives)
 
     # -- one backward --------------------------------------------------------------------------------------------
 
@@ -85,7 +85,6 @@ class Reductions:
         if self._params.phase is not Phase.BACKWARD:
             if self._stage > 1:
                 raise ValueError(_OUTSIDE)
-            self._give(p)
             return
         if p in self._arrived and (self._in_turn or self._stage > 1):
             raise ValueError(_AGAIN)
