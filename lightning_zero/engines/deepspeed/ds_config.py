@@ -164,8 +164,6 @@ def _defaults(config: ZeroConfig, facts: RunFacts, raw: RawConfig) -> dict[str, 
         offloaded = raw.section("zero_optimization").get("offload_optimizer") or {}
         if (config.offload.ratio or offloaded.get("ratio")) not in (None, 1, AUTO):
             made["sub_group_size"] = max(1, facts.numel // (facts.world_size * _RATIO_SUB_GROUPS))
-    else:
-        made["allgather_bucket_size"] = bucket
     return made
 
 

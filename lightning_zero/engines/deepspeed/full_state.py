@@ -110,9 +110,9 @@ def model_state(
         if (cut := private.cut_of(p)) is not None:
             here("parameters", cut, config.offloads_parameters)
     if shards is not None:
-        for i in {piece.flat for piece in shards.pieces.values()}:
-            here("parameters", shards.flat_master(i), config.offloads_optimizer)
-        for flat in shards.grad_buffers():
+        for flat in shards.masters:
+            here("parameters", flat, config.offloads_optimizer)
+        for flat in shards.grads.values():
             here("gradients", flat, config.offloads_optimizer)
     for _, value in states_of(optimizers):
         assembly = states.part_of(value)

@@ -75,19 +75,16 @@ DEEPSPEED = Library(
         " reset_step trace_prologue is_record_trace record_module fetch_sub_module release_sub_module",
         # stages 1 and 2
         f"{_ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer": "_grad_acc_hooks process_gradients backward_epilogue"
-        " round_robin_bit16_groups round_robin_bit16_offsets partition_size real_dp_process_group"
-        " single_partition_of_fp32_groups parallel_partitioned_bit16_groups bit16_groups bit16_groups_flat"
-        " averaged_gradients all_grad_tensors cpu_offload micro_step_id nccl_start_alignment_factor"
-        " allgather_bucket_size _offload_accumulated_param_ids _wait_for_offload_copies reset_cpu_buffers",
+        " round_robin_bit16_groups round_robin_bit16_offsets single_partition_of_fp32_groups"
+        " parallel_partitioned_bit16_groups bit16_groups bit16_groups_flat averaged_gradients all_grad_tensors"
+        " cpu_offload micro_step_id _offload_accumulated_param_ids _wait_for_offload_copies reset_cpu_buffers",
         f"{_ZERO}.stage_1_and_2:GradPartitionBufferGroup": "flat_partition",
-        "deepspeed.runtime.utils:all_gather_dp_groups": "groups_flat partitioned_param_groups dp_process_group"
-        " start_alignment_factor allgather_bucket_size",
         # stage 3
         f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3": f"{_REDUCE_BUCKET} _grad_acc_hooks backward_epilogue"
         " fp16_groups grad_position fp32_partitioned_groups_flat fp16_partitioned_groups_flat ipg_buckets"
         " micro_step_id parameter_offload get_param_id"
         " _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition reduce_ready_partitions_and_remove_grads"
-        " _reassign_or_swap_out_partitioned_parameters invalidate_secondary_tensor",
+        " invalidate_secondary_tensor",
     },
 )
 
@@ -399,8 +396,15 @@ class Shards(ABC):
 
     Attributes:
         pieces: Parameter -> its piece.
+        masters: The flats that optimizers step, 1-D.
+        weights: The flats that the module computes with, 1-D.
+        grads: The buffers that hold gradients on this rank, 1-D.
         with_grad: Parameters that have a gradient; alike on all ranks.
     """
+
+    masters: list[Any]
+    weights: list[Tensor]
+    grads: dict[int, Tensor]
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.zero = engine, engine.optimizer
@@ -424,26 +428,14 @@ class Shards(ABC):
     def master(self, p: Tensor) -> Tensor:
         """Returns this rank's piece of the master of ``p``, 1-D."""
         piece = self.pieces[p]
-        return piece.of(self.flat_master(piece.flat))
+        return piece.of(self.masters[piece.flat])
 
     @abstractmethod
     def _find_pieces(self) -> None: ...
 
     @abstractmethod
-    def flat_master(self, flat: int) -> Tensor:
-        """Returns the master, 1-D: the flat that optimizers step."""
-
-    @abstractmethod
-    def weights(self, flat: int) -> Tensor:
-        """Returns the flat that the module computes with, 1-D."""
-
-    @abstractmethod
     def grad(self, p: Tensor) -> Tensor:
         """Returns this rank's piece of the averaged gradient, 1-D, to be read and written in place."""
-
-    @abstractmethod
-    def grad_buffers(self) -> list[Tensor]:
-        """Returns the buffers that hold gradients on this rank."""
 
     @abstractmethod
     def before_backward(self) -> None:
@@ -457,15 +449,19 @@ class Shards(ABC):
 
     def publish(self, params: Iterable[Tensor]) -> None:
         """Copies the masters' values of ``params`` to the module (collective)."""
-        self._publish(sorted({self.pieces[p].flat for p in params}))
+        flats = sorted({self.pieces[p].flat for p in params})
+        for i in flats:
+            self.weights[i].copy_(self.masters[i])
+        self._spread(flats)
 
     @abstractmethod
-    def _publish(self, flats: list[int]) -> None: ...
+    def _spread(self, flats: list[int]) -> None:
+        """Makes modules compute with the new ``weights``."""
 
     def adopt(self, p: Tensor) -> None:
         """Copies the module's values of ``p`` to the master, after user code wrote to the parameter."""
         piece, master = self.pieces[p], self.master(p)
-        mine = piece.of(self.weights(piece.flat)).to(master.device)
+        mine = piece.of(self.weights[piece.flat]).to(master.device)
         if mine.dtype != master.dtype:  # unchanged elements keep the master's precision
             mine = torch.where(master.to(mine.dtype) == mine, master, mine.to(master.dtype))
         master.copy_(mine)
@@ -476,46 +472,36 @@ class Shards12(Shards):
 
     def _find_pieces(self) -> None:
         zero = self.zero
-        self._grads: dict[int, Tensor] = {}
+        self.masters, self.grads = zero.single_partition_of_fp32_groups, {}
+        self.weights = [parts[dist.get_rank()] for parts in zero.parallel_partitioned_bit16_groups]
         for i, group in enumerate(zero.round_robin_bit16_groups):
-            size = int(zero.partition_size[i])
-            first = size * dist.get_rank(zero.real_dp_process_group[i])
+            size = self.masters[i].numel()
+            first = size * dist.get_rank()
             for p, begin in zip(group, zero.round_robin_bit16_offsets[i], strict=True):
                 start = min(max(begin, first), first + size)
                 stop = min(max(begin + p.numel(), first), first + size)
                 self.pieces[p] = Piece(i, start - first, stop - start, start - begin if stop > start else 0)
 
-    def flat_master(self, flat: int) -> Tensor:
-        return self.zero.single_partition_of_fp32_groups[flat]
-
-    def weights(self, flat: int) -> Tensor:
-        rank = dist.get_rank(self.zero.real_dp_process_group[flat])
-        return self.zero.parallel_partitioned_bit16_groups[flat][rank]
-
     def grad(self, p: Tensor) -> Tensor:
         piece = self.pieces[p]
-        if piece.flat not in self._grads:
-            size = int(self.zero.partition_size[piece.flat])
-            self._grads[piece.flat] = torch.zeros(size, dtype=torch.float32, device=self.flat_master(piece.flat).device)
-        return piece.of(self._grads[piece.flat])
-
-    def grad_buffers(self) -> list[Tensor]:
-        return list(self._grads.values())
+        if piece.flat not in self.grads:
+            self.grads[piece.flat] = torch.zeros_like(self.masters[piece.flat])
+        return piece.of(self.grads[piece.flat])
 
     def before_backward(self) -> None:
         needed = {self.pieces[p].flat for p in self.with_grad}
-        self._grads = {i: grads for i, grads in self._grads.items() if i in needed}
+        self.grads = {i: grads for i, grads in self.grads.items() if i in needed}
         for p, piece in self.pieces.items():
-            if piece.flat in self._grads and p not in self.with_grad:
-                piece.of(self._grads[piece.flat]).zero_()
+            if piece.flat in self.grads and p not in self.with_grad:
+                piece.of(self.grads[piece.flat]).zero_()
 
     def before_reductions(self) -> None:
         """Clears the offload buffers (one per flat): DeepSpeed writes only what it reduces, and leaves old values."""
         if not self.zero.cpu_offload:
             return
-        for i, flat in enumerate(self.zero.single_partition_of_fp32_groups):
-            if i in self._grads and self._grads[i].data_ptr() == flat.grad.data_ptr():
-                self._grads[i] = flat.grad.clone()
+        for i, flat in enumerate(self.masters):
+            if i in self.grads and self.grads[i].data_ptr() == flat.grad.data_ptr():
+                self.grads[i] = flat.grad.clone()
             flat.grad.zero_()
 
     def after_reductions(self) -> None:
@@ -524,7 +510,7 @@ class Shards12(Shards):
             zero._wait_for_offload_copies()
         for i in range(len(zero.bit16_groups)):
             new = self._take(i)
-            self._grads[i] = new.add_(self._grads[i]) if i in self._grads else new
+            self.grads[i] = new.add_(self.grads[i]) if i in self.grads else new
         if zero.cpu_offload:
             zero.reset_cpu_buffers()
             zero._offload_accumulated_param_ids = set()
@@ -533,7 +519,7 @@ class Shards12(Shards):
     def _take(self, i: int) -> Tensor:
         zero = self.zero
         if zero.cpu_offload:
-            flat = zero.single_partition_of_fp32_groups[i].grad
+            flat = self.masters[i].grad
         else:
             averaged = zero.averaged_gradients[i]
             flat = getattr(averaged, "flat_partition", None)
@@ -543,25 +529,17 @@ class Shards12(Shards):
         zero.all_grad_tensors[i] = None
         return flat
 
-    def _publish(self, flats: list[int]) -> None:
-        from deepspeed.runtime.utils import all_gather_dp_groups
-
-        zero = self.zero
+    def _spread(self, flats: list[int]) -> None:
         for i in flats:
-            self.weights(i).data.copy_(self.flat_master(i).data)
-        all_gather_dp_groups(
-            groups_flat=[zero.bit16_groups_flat[i] for i in flats],
-            partitioned_param_groups=[zero.parallel_partitioned_bit16_groups[i] for i in flats],
-            dp_process_group=[zero.real_dp_process_group[i] for i in flats],
-            start_alignment_factor=zero.nccl_start_alignment_factor,
-            allgather_bucket_size=zero.allgather_bucket_size,
-        )
+            all_gather(self.zero.bit16_groups_flat[i], self.weights[i], _world()).wait()
 
 
 class Shards3(Shards):
     """Stage 3: every parameter is cut into N equal parts, the last ones padded."""
 
     def _find_pieces(self) -> None:
+        self.masters, self.weights = self.zero.fp32_partitioned_groups_flat, self.zero.fp16_partitioned_groups_flat
+        self.grads = self.zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         for i, group in enumerate(self.zero.fp16_groups):
             for p in group:
                 _, start, each = self.zero.grad_position[self.zero.get_param_id(p)]
@@ -569,32 +547,21 @@ class Shards3(Shards):
                 self.pieces[p] = Piece(i, start, min(each, p.ds_numel - offset), offset)
         self.zero.micro_step_id = 1  # not 0, so that DeepSpeed adds to the gradients instead of replacing them
 
-    @property
-    def _grads(self) -> dict[int, Tensor]:
-        return self.zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-
-    def flat_master(self, flat: int) -> Tensor:
-        return self.zero.fp32_partitioned_groups_flat[flat]
-
-    def weights(self, flat: int) -> Tensor:
-        return self.zero.fp16_partitioned_groups_flat[flat]
-
     def grad(self, p: Tensor) -> Tensor:
-        return self._grads[p.ds_id].narrow(0, 0, self.pieces[p].numel)  # type: ignore[attr-defined]
-
-    def grad_buffers(self) -> list[Tensor]:
-        return list(self._grads.values())
+        return self.grads[p.ds_id].narrow(0, 0, self.pieces[p].numel)  # type: ignore[attr-defined]
 
     def before_backward(self) -> None:
-        fresh = [self._grads[p.ds_id] for p in self.pieces if p not in self.with_grad]  # type: ignore[attr-defined]
+        fresh = [self.grads[p.ds_id] for p in self.pieces if p not in self.with_grad]  # type: ignore[attr-defined]
         if fresh:
             torch._foreach_zero_(fresh)
 
-    def _publish(self, flats: list[int]) -> None:
+    def _spread(self, flats: list[int]) -> None:
         release_all(self.engine)
-        for i in flats:
-            self.zero._reassign_or_swap_out_partitioned_parameters(i)
         self.zero.invalidate_secondary_tensor()
+
+
+def _world() -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, dist.group.WORLD)
 
 
 @outside_inference_mode()
@@ -603,9 +570,9 @@ def gathered_copy(p: Any) -> Tensor:
     land(p)
     if not is_partitioned(p):
         return p.detach().clone()
-    mine, ranks = p.ds_tensor.detach().to(p.device), cast(dist.ProcessGroup, dist.group.WORLD)
-    full = mine.new_empty(mine.numel() * ranks.size())
-    all_gather(full, mine, ranks).wait()
+    mine = p.ds_tensor.detach().to(p.device)
+    full = mine.new_empty(mine.numel() * _world().size())
+    all_gather(full, mine, _world()).wait()
     # Not `full` itself: gloo's thread holds it a moment longer, so user code would seem to hold views of it.
     return full[: p.ds_numel].clone().view(p.ds_shape)
 
