@@ -115,6 +115,14 @@ class EndsEarly(Heads):
         return -1 if batch_idx == 3 and self.trainer.current_epoch == 0 else None
 
 
+class Forgets(Zoo):
+    """Drops some gradients between the micro-batches of an accumulation."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for p in self.net.stem.parameters() if batch_idx % 2 == 0 else ():
+            p.grad = None
+
+
 class ShiftsOnOddRanks(Zoo):
     """Every rank runs every module; inside, odd ranks use one parameter more. Gradients that were reduced as they come
     would give other numbers, or ranks would wait for ever."""
@@ -156,6 +164,7 @@ CASES: list[tuple[type[Zoo], dict[str, Any], list[dict[str, Any]]]] = [
     (Heads, {"accumulate_grad_batches": 2}, [{"stage": 1}, {"stage": 2, **OFFLOAD}]),
     (OwnHead, {"accumulate_grad_batches": 2}, [{"stage": 1}, {"stage": 2, **OFFLOAD}]),
     (EndsEarly, {"accumulate_grad_batches": 2, "max_epochs": 2}, [{"stage": 2}, {"stage": 3}]),
+    (Forgets, {"accumulate_grad_batches": 2}, [{"stage": 1}, {"stage": 2}, {"stage": 3}]),
     (ReadsInBackward, {}, [{"stage": 3}]),
     (ShiftsOnOddRanks, {}, [{"stage": 2, **SMALL_BUCKETS}, {"stage": 3}]),
 ]

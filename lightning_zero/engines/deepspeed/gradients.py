@@ -16,6 +16,7 @@ from lightning_zero.comm.agree import all_reduce_mean
 from lightning_zero.engines.deepspeed.optimizer_step import parameters
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.reductions import Reductions
+from lightning_zero.engines.residency import store_changed
 from lightning_zero.private.torch import DisableTorchFunction
 
 _NOT_YET = (
@@ -59,18 +60,15 @@ class Gradients:
         """Implements ``p.grad = value``."""
         shards = self._params.shards
         with DisableTorchFunction():
-            if value is not None and shards is not None and p in shards and self._reductions.window_open:
+            if value is None or shards is None or p not in shards:
+                self._clear(p)
+                return
+            if self._reductions.window_open:
                 if p.grad is None:
                     raise ValueError(_NOT_YET)
                 p.grad = value
                 return
             p.grad = None
-        self._seen.pop(p, None)
-        if shards is None or p not in shards:
-            return
-        if value is None:
-            shards.with_grad.discard(p)
-            return
         self._seen[p] = value, True  # not cut before the flush: it may be this rank's own, for user code to reduce
         shards.with_grad.add(p)
 
@@ -81,41 +79,35 @@ class Gradients:
             averages: Whether to average assigned gradients over the ranks. Needed before a backward adds to them,
                 because DDP averages the sum.
         """
-        shards = self._params.shards
-        if averages and shards is not None:
-            assigned = {p: grad.detach().clone() for p, (grad, is_assigned) in self._seen.items() if is_assigned}
-            with DisableTorchFunction():
+        with DisableTorchFunction(), torch.no_grad():
+            if averages:
+                assigned = {p: grad.detach().clone() for p, (grad, is_assigned) in self._seen.items() if is_assigned}
                 all_reduce_mean(list(assigned.values()))
-            self._seen.update((p, (grad, True)) for p, grad in assigned.items())
-        if self._seen and shards is not None:
-            with DisableTorchFunction(), torch.no_grad():
-                for p, (grad, is_assigned) in self._seen.items():
-                    piece, new = shards.grad(p), shards.cut(p, grad)
-                    if is_assigned:
-                        piece.copy_(new)
-                    else:
-                        # No version counter records p.grad.data.mul_(2), so values are compared. Unchanged elements
-                        # keep the piece's precision.
-                        new = new.to(piece.device)
-                        piece.copy_(torch.where(new == piece.to(new.dtype), piece, new.to(piece.dtype)))
+                self._seen.update((p, (grad, True)) for p, grad in assigned.items())
+            for p, (grad, _) in self._seen.items():  # all of them: no version counter records p.grad.data.mul_(2)
+                shards = self._params.attached
+                store_changed(shards.cut(p, grad), shards.grad(p))
         self._seen.clear()
 
     def zero_grad_of(self, optimizer: Optimizer) -> Callable[..., None]:
         """Makes the ``optimizer.zero_grad`` that also clears DeepSpeed's pieces."""
 
         def zero_grad(set_to_none: bool = True) -> None:
-            shards = self._params.attached
             with DisableTorchFunction():
                 for p in parameters(optimizer):
-                    self._seen.pop(p, None)
-                    self._reductions.used.discard(p)  # the window has not ended
-                    p.grad = None
-                    if p not in shards:
-                        continue
-                    if set_to_none:
-                        shards.with_grad.discard(p)
-                    # An epoch may end in the middle of an accumulation; zero_grad clears the partial sum, as in DDP.
-                    if p in shards.with_grad or self._reductions.window_open:
-                        shards.grad(p).zero_()
+                    self._clear(p, set_to_none)
 
         return zero_grad
+
+    def _clear(self, p: Tensor, set_to_none: bool = True) -> None:
+        shards = self._params.shards
+        self._seen.pop(p, None)
+        self._reductions.used.discard(p)  # the window has not ended
+        p.grad = None
+        if shards is None or p not in shards:
+            return
+        if set_to_none:
+            shards.with_grad.discard(p)
+        # An epoch may end in the middle of an accumulation; its partial sum is cleared, as in DDP.
+        if p in shards.with_grad or self._reductions.window_open:
+            shards.grad(p).zero_()

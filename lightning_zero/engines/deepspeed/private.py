@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from lightning_zero.comm.direct import all_gather
 from lightning_zero.engines.after_run import without_memory
 from lightning_zero.engines.base import outside_inference_mode
+from lightning_zero.engines.residency import store_changed
 from lightning_zero.private.check import Library, check
 from lightning_zero.private.torch import (
     DisableTorchFunction,
@@ -460,11 +461,8 @@ class Shards(ABC):
 
     def adopt(self, p: Tensor) -> None:
         """Copies the module's values of ``p`` to the master, after user code wrote to the parameter."""
-        piece, master = self.pieces[p], self.master(p)
-        mine = piece.of(self.weights[piece.flat]).to(master.device)
-        if mine.dtype != master.dtype:  # unchanged elements keep the master's precision
-            mine = torch.where(master.to(mine.dtype) == mine, master, mine.to(master.dtype))
-        master.copy_(mine)
+        piece = self.pieces[p]
+        store_changed(piece.of(self.weights[piece.flat]), self.master(p))
 
 
 class Shards12(Shards):
