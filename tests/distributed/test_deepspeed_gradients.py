@@ -123,6 +123,19 @@ class Forgets(Zoo):
             p.grad = None
 
 
+class Looks(Zoo):
+    """The step reads a bias through NumPy. Stage 3 keeps the bias gathered between modules, because it is small."""
+
+    def build(self) -> None:
+        super().build()
+        self.large = nn.Linear(100, 100)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch) + self.large(torch.ones(100)).square().mean()
+        self.mean = self.net.head.bias.detach().numpy().mean()
+        return loss
+
+
 class ShiftsOnOddRanks(Zoo):
     """Every rank runs every module; inside, odd ranks use one parameter more. Gradients that were reduced as they come
     would give other numbers, or ranks would wait for ever."""
@@ -165,6 +178,7 @@ CASES: list[tuple[type[Zoo], dict[str, Any], list[dict[str, Any]]]] = [
     (OwnHead, {"accumulate_grad_batches": 2}, [{"stage": 1}, {"stage": 2, **OFFLOAD}]),
     (EndsEarly, {"accumulate_grad_batches": 2, "max_epochs": 2}, [{"stage": 2}, {"stage": 3}]),
     (Forgets, {"accumulate_grad_batches": 2}, [{"stage": 1}, {"stage": 2}, {"stage": 3}]),
+    (Looks, {}, [{"stage": 3}]),
     (ReadsInBackward, {}, [{"stage": 3}]),
     (ShiftsOnOddRanks, {}, [{"stage": 2, **SMALL_BUCKETS}, {"stage": 3}]),
 ]

@@ -232,8 +232,8 @@ class DeepSpeedEngine(Engine):
             with torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
                 output = self.root(method, *args, **kwargs)
                 self._order.gathers()
-            if not wants_grad:
-                self._release_kept()
+            if not wants_grad and self._store.is_keeping:
+                self._reshard_all()
             return output
 
     @contextmanager
@@ -308,13 +308,13 @@ class DeepSpeedEngine(Engine):
 
     def settle(self) -> None:
         self.end_window(self.hooks.before_step)
-        self._release_kept()
+        self._reshard_all()
         self._store_writes()
         self._views.settle()
 
-    def _release_kept(self) -> None:
-        """Reshards parameters that were gathered for the rest of a step, and stores what user code wrote to them."""
-        if self._store.is_keeping:
+    def _reshard_all(self) -> None:
+        """Reshards the parameters that are still gathered at stage 3, and stores what user code wrote to them."""
+        if self._stage3:
             self._store.is_keeping = False
             with torch.no_grad(), DisableTorchFunction():
                 private.release_all(self._engine)

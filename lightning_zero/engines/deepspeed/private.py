@@ -554,7 +554,6 @@ class Shards3(Shards):
             torch._foreach_zero_(fresh)
 
     def _spread(self, flats: list[int]) -> None:
-        release_all(self.engine)
         self.zero.invalidate_secondary_tensor()
 
 
