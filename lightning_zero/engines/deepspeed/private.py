@@ -689,13 +689,13 @@ class ModuleHooks:
         self._begins(module)
         if not self._rests():
             _plainly(self._gather)(module, forward=True)
-        # Views, because the gradient of an input itself is complete only after the backward of all that use it.
-        views = [each.view_as(each) if _gets_gradient(each) else each for each in args]
-        if seen := [view for view, given in zip(views, args, strict=True) if view is not given]:
-            after_all = _AfterAll(len(seen), partial(self._after_backward, module))
-            for view in seen:
-                view.register_hook(after_all)
-        return tuple(views)
+        # Views, because the gradient of an input itself is complete only after the backward of all that use it. An
+        # input that is given twice stays one object, which attention asks for.
+        views = {id(each): each.view_as(each) for each in args if _gets_gradient(each)}
+        after_all = _AfterAll(len(views), partial(self._after_backward, module))
+        for view in views.values():
+            view.register_hook(after_all)
+        return tuple(views.get(id(each), each) for each in args)
 
     def _after_forward(self, module: nn.Module, _: nn.Module, args: Any, output: Any) -> None:
         # Parameters gathered for a recomputation stay gathered for their module's backward, which follows.
