@@ -45,7 +45,7 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import leave_states
 from lightning_zero.engines.base import Engine, Root, refuse_late_hooks
 from lightning_zero.engines.deepspeed import private
-from lightning_zero.engines.deepspeed.full_state import FullState, model_state
+from lightning_zero.engines.deepspeed.full_state import FullState
 from lightning_zero.engines.deepspeed.gradients import Gradients
 from lightning_zero.engines.deepspeed.optimizer_step import Joined, Pieces, parameters
 from lightning_zero.engines.deepspeed.order import Order
@@ -351,7 +351,7 @@ class DeepSpeedEngine(Engine):
 
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
         with torch.no_grad(), DisableTorchFunction():
-            return model_state(self._params, self._store.states, optimizers, self.config, self.device)
+            return self._full.model_state(optimizers, self.config)
 
     def restore(self, full: bool) -> None:
         self.end_residency()

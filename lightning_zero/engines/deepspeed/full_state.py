@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -26,8 +25,8 @@ from lightning_zero.engines.residency import States
 class FullState:
     """Assembles full tensors from DeepSpeed's pieces.
 
-    All methods are collective. They read masters, so the engine must store user code's writes to parameters before
-    (``DeepSpeedEngine.settle``).
+    All methods but the last are collective. They read masters, so the engine must store user code's writes to
+    parameters before (``DeepSpeedEngine.settle``).
     """
 
     def __init__(self, params: Parameters, states: States, mesh: DeviceMesh) -> None:
@@ -84,37 +83,33 @@ class FullState:
                 left = as_shard(local(rows).cpu(), rows) if isinstance(rows, DTensor) else rows.cpu()
             leave_parameter(p, left, p)
 
+    # -- reports -------------------------------------------------------------------------------------------------
 
-def model_state(
-    params: Parameters,
-    states: States,
-    optimizers: Iterable[Optimizer],
-    config: ZeroConfig,
-    device: torch.device,
-) -> ModelState:
-    """Counts the bytes on this rank, by kind and place.
+    def model_state(self, optimizers: Iterable[Optimizer], config: ZeroConfig) -> ModelState:
+        """Counts the bytes on this rank, by kind and place; not collective.
 
-    DeepSpeed computes with one set of tensors and steps another, so *parameters* are the module's (stage 3: this rank's
-    shards and all that is gathered) plus the masters. *Gradients* are averaged pieces, in buffers of their own.
-    """
-    state, shards = ModelState(), params.shards
+        DeepSpeed computes with one set of tensors and steps another, so *parameters* are the module's (stage 3: this
+        rank's shards and all that is gathered) plus the masters. *Gradients* are averaged pieces, in buffers of their
+        own.
+        """
+        state, shards, on_cpu = ModelState(), self._params.shards, self._mesh.device_type == "cpu"
 
-    def here(kind: str, tensor: Tensor, moves: bool = False) -> None:
-        """Counts bytes of this rank; without an accelerator, a tensor that offload ``moves`` counts as host memory."""
-        on_host = moves if device.type == "cpu" else tensor.device.type == "cpu"
-        state.add_bytes(kind, tensor.nbytes, "host" if on_host else "device")
+        def here(kind: str, tensor: Tensor, moves: bool = False) -> None:
+            """Without an accelerator, a tensor that offload ``moves`` counts as host memory."""
+            on_host = moves if on_cpu else tensor.device.type == "cpu"
+            state.add_bytes(kind, tensor.nbytes, "host" if on_host else "device")
 
-    for p in params.named.values():
-        if not private.is_partitioned(p):
-            here("parameters", p)
-        if (cut := private.cut_of(p)) is not None:
-            here("parameters", cut, config.offloads_parameters)
-    if shards is not None:
-        for flat in shards.masters:
-            here("parameters", flat, config.offloads_optimizer)
-        for flat in shards.grads.values():
-            here("gradients", flat, config.offloads_optimizer)
-    for _, value in states_of(optimizers):
-        assembly = states.part_of(value)
-        here("optimizer", value if assembly is None else assembly.part, config.offloads_optimizer)
-    return state
+        for p in self._params.named.values():
+            if not private.is_partitioned(p):
+                here("parameters", p)
+            if (cut := private.cut_of(p)) is not None:
+                here("parameters", cut, config.offloads_parameters)
+        if shards is not None:
+            for flat in shards.masters:
+                here("parameters", flat, config.offloads_optimizer)
+            for flat in shards.grads.values():
+                here("gradients", flat, config.offloads_optimizer)
+        for _, value in states_of(optimizers):
+            assembly = self._states.part_of(value)
+            here("optimizer", value if assembly is None else assembly.part, config.offloads_optimizer)
+        return state

@@ -39,10 +39,8 @@ class Gradients:
     def read(self, p: Tensor, full: Callable[[], Tensor]) -> Tensor | None:
         """Returns ``p.grad``; ``full`` assembles the full gradient (collective)."""
         shards = self._params.shards
-        with DisableTorchFunction():
-            own = p.grad
-        if own is not None or shards is None:
-            return own
+        if p.grad is not None or shards is None:
+            return p.grad
         if p not in shards.with_grad:
             if p in shards and self._reductions.window_open:
                 raise ValueError(_NOT_YET)

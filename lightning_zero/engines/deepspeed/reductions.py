@@ -15,7 +15,7 @@ DeepSpeed holds zeros or the previous step's gradient for an unused parameter. A
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from typing import Any
 
@@ -108,13 +108,7 @@ class Reductions:
     # -- the end of a window -------------------------------------------------------------------------------------
 
     def end_window(self, order: Order) -> None:
-        """Agrees on the used parameters (collective)."""
-        self._params.attached.with_grad.update(self._agreed(order))
-        self.used.clear()
-        self.window_open = False
-
-    def _agreed(self, order: Order) -> Iterator[Tensor]:
-        """Returns the parameters that any rank used. One CPU message, an all-reduce with MAX (int64,
+        """Agrees on the parameters that any rank used (collective). One CPU message, an all-reduce with MAX (int64,
         1-D): ``order.mark`` and its negative, and a flag for each parameter."""
         flags = [int(p in self.used if self._fills else p.requires_grad) for p in self._trained]
         message = torch.tensor([order.mark, -order.mark, *flags], dtype=torch.int64, device="cpu")
@@ -122,4 +116,6 @@ class Reductions:
             self._agreement.all_reduce(message, dist.ReduceOp.MAX, IN_STEP).wait()
         high, low, *flags = message.tolist()
         order.compare(high, -low)
-        return compress(self._trained, flags)
+        self._params.attached.with_grad.update(compress(self._trained, flags))
+        self.used.clear()
+        self.window_open = False

@@ -223,12 +223,8 @@ class DeepSpeedStore:
 
     def grad_of(self, p: Tensor) -> Tensor | None:
         key = len(self._params) + self._own[id(p)]
-
-        def full() -> Tensor:
-            with DisableTorchFunction(), torch.no_grad():
-                return self.residency.gather(key)[0][0]
-
-        return self._gradients.read(p, full)
+        with DisableTorchFunction(), torch.no_grad():
+            return self._gradients.read(p, lambda: self.residency.gather(key)[0][0])
 
     def assign_grad(self, p: Tensor, value: Tensor | None) -> None:
         self._gradients.write(p, value)
