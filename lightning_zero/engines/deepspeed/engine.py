@@ -166,7 +166,7 @@ class DeepSpeedEngine(Engine):
         if not self._stage3:
             for p in params.held:
                 p.data = p.data.contiguous()  # DeepSpeed views the memory as bytes
-        copies = PlainCopies(self.module, private.is_on_modules)
+        copies = PlainCopies(self.module, private.ON_MODULES.__contains__)
         joined = Joined(trainable, optimizers) if optimizers and trainable else None
         self._trained = set(trainable)
         self._engine = self._start(trainable, joined)

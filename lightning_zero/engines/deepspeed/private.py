@@ -41,6 +41,7 @@ from lightning_zero.private.torch import (
     in_backward,
     in_transform,
     own_parameters,
+    pytree,
     set_data,
 )
 
@@ -305,8 +306,12 @@ def sharder(config: dict[str, Any]) -> Callable[[list[nn.Parameter]], None]:
     return shard
 
 
-_ON_MODULES = {"_external_params", "all_parameters", "register_external_parameter"}
-_ON_PARAMETERS = {"__reduce_ex__"}
+ON_MODULES = frozenset(
+    "_external_params all_parameters ds_external_parameters ds_id ds_recompute_parameters ds_inflight_param_registry"
+    " ds_model_granularity _z3_leaf".split()
+)
+"""Names of the attributes that modules get from DeepSpeed and from this file."""
+_ON_PARAMETERS = set("__reduce_ex__ ds_before_free ds_freed ds_in_flight ds_z3_leaf_module".split())
 
 
 @contextlib.contextmanager
@@ -318,15 +323,9 @@ def marking(params: Iterable[Any]) -> Iterator[None]:
         _ON_PARAMETERS.update(vars(p).keys() - names)
 
 
-def is_on_modules(name: str) -> bool:
-    """Whether a module's attribute of this name is DeepSpeed's."""
-    return name.startswith("ds_") or name in _ON_MODULES
-
-
 def attributes(p: Any) -> dict[str, Any]:
     """Returns the attributes that user code has set on ``p``."""
-    user = [n for n in vars(p) if n not in _ON_PARAMETERS and not n.startswith(("ds_", "_ds_"))]
-    return {name: getattr(p, name) for name in user}
+    return {name: value for name, value in vars(p).items() if name not in _ON_PARAMETERS}
 
 
 def pickle_plainly(params: Iterable[Any]) -> None:
@@ -701,8 +700,8 @@ class ModuleHooks:
         # Parameters gathered for a recomputation stay gathered for their module's backward, which follows.
         if not in_backward() and not self._rests():
             _plainly(self._coordinator.release_sub_module)(module, forward=True)
-        for each in _tensors_in(output) if torch.is_grad_enabled() and not in_transform() else ():
-            if each.grad_fn is not None:
+        for each in pytree.tree_leaves(output) if torch.is_grad_enabled() and not in_transform() else ():
+            if isinstance(each, Tensor) and each.grad_fn is not None:
                 each.register_hook(partial(self._before_backward, module))
 
     def _before_backward(self, module: nn.Module, grad: Tensor) -> None:
@@ -761,14 +760,6 @@ def _gets_gradient(value: Any) -> bool:
     return is_input and value.requires_grad and torch.is_grad_enabled() and not in_transform()
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(inner)
-
-
 @outside_inference_mode()
 def keep(p: Any) -> None:
     """Unshards a stage-3 parameter until all parameters are released, after the step."""
@@ -811,9 +802,8 @@ def end(engine: Any, root: nn.Module, failed: bool) -> None:
     released = getattr(PartitionedParameterCoordinator, _TO_RELEASE)
     inspect.getclosurevars(released).nonlocals["func"].cache_clear()  # a cache by module, which keeps modules alive
     for module in root.modules():
-        for name in list(vars(module)):
-            if is_on_modules(name) or name == "__reduce_ex__":  # the latter is set by plain_copies
-                delattr(module, name)
+        for name in ON_MODULES | {"__reduce_ex__"}:  # the latter is set by plain_copies
+            vars(module).pop(name, None)
     for p in root.parameters():
-        for name in vars(p).keys() - attributes(p).keys():
-            delattr(p, name)
+        for name in _ON_PARAMETERS:
+            vars(p).pop(name, None)
