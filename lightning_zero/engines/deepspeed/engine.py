@@ -43,7 +43,7 @@ from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreem
 from lightning_zero.comm.shards import to_host
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import leave_states
-from lightning_zero.engines.base import Engine, Root, refuse_late_hooks
+from lightning_zero.engines.base import Engine, Root, refuse_late_hooks, undetached_state_dict
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.full_state import FullState
 from lightning_zero.engines.deepspeed.gradients import Gradients
@@ -342,10 +342,10 @@ class DeepSpeedEngine(Engine):
         self.end_window(self.hooks.anywhere)
         self._store_parameters()
         with torch.no_grad(), DisableTorchFunction():
-            return self._full.state_dict()
+            return self.in_shards(undetached_state_dict(self.module))
 
     def in_shards(self, state: dict[str, Any]) -> dict[str, Any]:
-        return self._full.optimizer_state(state)
+        return self._full.in_rows(state)
 
     # -- the end -------------------------------------------------------------------------------------------------
 

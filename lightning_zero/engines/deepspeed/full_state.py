@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -15,7 +16,6 @@ from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.shards import as_shard, local
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import LeftState, entries, leave_parameter
-from lightning_zero.engines.base import undetached_state_dict
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.model_state import ModelState, states_of
@@ -44,25 +44,18 @@ class FullState:
         mine = full.narrow(0, first, min(each, full.shape[0] - first)).clone()
         return DTensor.from_local(mine, self._mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the module's state dict in rows; a tied parameter is one object under all its names."""
+    def in_rows(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Replaces parameters and sharded optimizer states in ``state`` by their rows; a tied tensor stays one object
+        under all its names."""
         done: dict[int, Tensor] = {}
 
         def one(path: Any, tensor: Tensor) -> Tensor:
             if id(tensor) not in done:
-                held = tensor in self._params.held
-                done[id(tensor)] = self.rows(private.gathered_copy(tensor)) if held else tensor.detach()
+                assembly = self._states.part_of(tensor)
+                if assembly is None and tensor in self._params.held:
+                    assembly = partial(private.gathered_copy, tensor)
+                done[id(tensor)] = tensor.detach() if assembly is None else self.rows(assembly())
             return done[id(tensor)]
-
-        return map_tensors(one, undetached_state_dict(self._params.module))
-
-    def optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns ``optimizer.state_dict()`` in rows, except states that are full on every rank."""
-
-        def one(path: Any, tensor: Tensor) -> Tensor:
-            if (assembly := self._states.part_of(tensor)) is not None:
-                return self.rows(assembly())
-            return self.rows(private.gathered_copy(tensor)) if tensor in self._params.held else tensor
 
         return map_tensors(one, state)
 
