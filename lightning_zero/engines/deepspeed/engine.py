@@ -163,9 +163,6 @@ class DeepSpeedEngine(Engine):
             params.refuse_training_replicated()
         self.end_window(waits=False)  # ends the window of configure_optimizers
         trainable = [p for p in params.named.values() if p.requires_grad and p in params.held]
-        if not self._stage3:
-            for p in params.held:
-                p.data = p.data.contiguous()  # DeepSpeed views the memory as bytes
         copies = PlainCopies(self.module, private.ON_MODULES.__contains__)
         joined = Joined(trainable, optimizers) if optimizers and trainable else None
         self._trained = set(trainable)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import logging
 import os
 from abc import ABC, abstractmethod
@@ -299,7 +300,6 @@ def sharder(config: dict[str, Any]) -> Callable[[list[nn.Parameter]], None]:
     def shard(params: list[nn.Parameter]) -> None:
         with DisableTorchFunction(), marking(params):
             for p in params:
-                p.data = p.data.contiguous()
                 init._convert_to_deepspeed_param(p)
                 p.partition()  # type: ignore[attr-defined]
 
@@ -691,7 +691,7 @@ class ModuleHooks:
         # Views, because the gradient of an input itself is complete only after the backward of all that use it. An
         # input that is given twice stays one object, which attention asks for.
         views = {id(each): each.view_as(each) for each in args if _gets_gradient(each)}
-        after_all = _AfterAll(len(views), partial(self._after_backward, module))
+        after_all = _after_all(len(views), partial(self._after_backward, module))
         for view in views.values():
             view.register_hook(after_all)
         return tuple(views.get(id(each), each) for each in args)
@@ -715,18 +715,17 @@ class ModuleHooks:
             _plainly(self._coordinator.release_sub_module)(module, forward=False)
 
 
-class _AfterAll:
-    """A hook of ``num`` tensors that calls ``action`` when all their gradients have arrived.
+def _after_all(num: int, action: Callable[[], None]) -> Callable[[Tensor], None]:
+    """Makes a hook of ``num`` tensors that calls ``action`` when all their gradients have arrived.
 
     Not ``register_multi_grad_hook``: its hooks refer to the nodes that hold them, so that each pass would leak."""
+    numbers = itertools.count(1)  # goes on, because a retained graph may be gone through again
 
-    def __init__(self, num: int, action: Callable[[], None]) -> None:
-        self._num, self._action, self._num_arrived = num, action, 0
+    def hook(grad: Tensor) -> None:
+        if next(numbers) % num == 0:
+            action()
 
-    def __call__(self, grad: Tensor) -> None:
-        self._num_arrived = (self._num_arrived + 1) % self._num  # a retained graph may be gone through again
-        if not self._num_arrived:
-            self._action()
+    return hook
 
 
 def _plainly(method: Callable[..., None]) -> Callable[..., None]:
