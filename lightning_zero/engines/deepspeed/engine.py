@@ -208,8 +208,7 @@ class DeepSpeedEngine(Engine):
 
     # -- forward -------------------------------------------------------------------------------------------------
 
-    def _store_writes(self) -> None:
-        """Stores all that user code wrote to parameters and gradients. Call before a master or a piece is read."""
+    def close_windows(self) -> None:
         self._store_parameters()
         self._gradients.flush()
 
@@ -238,18 +237,7 @@ class DeepSpeedEngine(Engine):
         with self._params.during(phase), private.linear_without_weights() if self._stage3 else nullcontext():
             yield
 
-    def reshard(self) -> None:
-        """Does nothing: DeepSpeed reshards after each module and in each step, and user writes are tracked at once."""
-
     # -- backward ------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self.reduces = False
-        try:
-            yield
-        finally:
-            self.reduces = True
 
     def backward(self, run_backward: Callable[[], None], retains_graph: bool = False) -> None:
         self.end_window(self.hooks.before_backward)
@@ -306,7 +294,7 @@ class DeepSpeedEngine(Engine):
     def settle(self) -> None:
         self.end_window(self.hooks.before_step)
         self._reshard_all()
-        self._store_writes()
+        self.close_windows()
         self._views.settle()
 
     def _reshard_all(self) -> None:
@@ -316,15 +304,8 @@ class DeepSpeedEngine(Engine):
             with torch.no_grad(), DisableTorchFunction():
                 private.release_all(self._engine)
 
-    @contextmanager
-    def _full_step(self, is_running: bool) -> Iterator[None]:
-        self._store_writes()
-        with self.residency.together(is_running):
-            yield
-        self._store_writes()
-
     def sharded_step(self, optimizer: Optimizer, declared: Collection[str]) -> ShardedStep:
-        parts = Pieces(self._params.attached, self._store.states, self.settle, self._store_writes, self._full_step)
+        parts = Pieces(self._params.attached, self._store.states, self.settle, self.close_windows, self.full_step)
         return ShardedStep(optimizer, parts, declared, self.config.offloads_optimizer)
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
