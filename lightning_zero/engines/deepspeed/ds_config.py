@@ -113,7 +113,12 @@ def _check_device(raw: RawConfig, facts: RunFacts) -> None:
             f"precision={facts.precision!r}: DeepSpeed has no fp16 on a CPU; use bf16, with"
             " Trainer(precision='bf16-mixed')."
         )
-    if raw.section("zero_optimization").get("zero_quantized_nontrainable_weights") is True:
+    zero = raw.section("zero_optimization")
+    if zero.get("zenflow") or (zero.get("offload_optimizer") or {}).get("super_offload"):
+        raise ValueError(
+            f"zenflow or super_offload in {raw.origin}: DeepSpeed would choose gradients and step by itself; remove it."
+        )
+    if zero.get("zero_quantized_nontrainable_weights") is True:
         raise ValueError(
             f"zero_quantized_nontrainable_weights=True in {raw.origin}: hooks and checkpoints need shards in the"
             " parameters' dtype; remove the key."
