@@ -234,10 +234,12 @@ def test_parameters_that_only_some_ranks_gather_are_named(ranks2) -> None:
         assert "stage=2" in text
 
 
-def test_stage_3_refuses_buckets_that_differ(ranks2) -> None:
-    settings = {**STAGE3, **SMALL_BUCKETS}
+@pytest.mark.parametrize(
+    "config", [SMALL_BUCKETS, {"deepspeed_config": {"zero_optimization": {"reduce_scatter": False}}}]
+)
+def test_stage_3_refuses_buckets_that_differ(config: Any, ranks2) -> None:
     numel = sum(p.numel() for p in ShiftsOnOddRanks().parameters())
-    for name, text in ranks2(outcome, _train, ShiftsOnOddRanks, settings):
+    for name, text in ranks2(outcome, _train, ShiftsOnOddRanks, {**STAGE3, **config}):
         assert name == "ValueError"
         assert f"reduce_bucket_size={numel}" in text
 

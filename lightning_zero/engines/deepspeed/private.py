@@ -373,13 +373,14 @@ def take_gradients(
 
 
 def before_buckets(engine: Any, action: Callable[[Sequence[Any]], None]) -> None:
-    """Calls ``action`` with the parameters whose gradients stage 3 is about to reduce together."""
+    """Calls ``action`` with the parameters whose gradients stage 3 is about to reduce together, in the order of the
+    message: by number or, with ``reduce_scatter=False``, as they came."""
     zero = engine.optimizer
     original = getattr(zero, _REDUCE_BUCKET)
 
     def reduce(dtype: torch.dtype) -> Any:
         if params := zero.ipg_buckets[dtype].params:
-            action(params)
+            action(sorted(params, key=lambda p: p.ds_id) if zero.reduce_scatter else params)
         return original(dtype)
 
     setattr(zero, _REDUCE_BUCKET, reduce)
