@@ -410,6 +410,11 @@ class Residency:
                 self._open_key(key)
             self._make_room(keys)
 
+    def open_again(self, key: int) -> None:
+        """Opens ``key`` with the values of now."""
+        self.close(key)
+        self._make_there({key: None}, [], brings=False)
+
     def _open_key(self, key: int) -> None:
         with _quietly():
             values, by_all = self.gather(key)

@@ -287,3 +287,19 @@ def test_a_graph_from_before_a_step_is_no_longer_gone_through(ranks2: Any) -> No
     for strategy in ("ddp", STAGE3):
         for _, text in ranks2(outcome, _train, KeepsGraph, strategy):
             assert "has been modified by an inplace operation" in text
+
+
+class ReadsAll(Zoo):
+    """Reads one gradient after the other, with a budget of one byte for what is full besides the current one."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        engine = self.trainer.strategy.engine
+        engine.residency._budget_bytes = 1
+        for p in self.parameters():
+            p.grad.mul_(0.5)
+            self.extra[str(len(self.extra))] = p.grad.norm()
+        assert len(engine._gradients._seen) == 1
+
+
+def test_gradients_that_are_read_do_not_add_up(ranks2: Any) -> None:
+    assert {name for name, _ in ranks2(outcome, _train, ReadsAll, STAGE3)} == {"ok"}

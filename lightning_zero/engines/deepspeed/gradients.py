@@ -1,11 +1,13 @@
 """``p.grad`` as user code sees it, while DeepSpeed holds averaged gradients in pieces.
 
-A gradient is assembled when user code reads it, and stays full until :meth:`Gradients.flush` copies the user's writes
-into this rank's piece. No code may read a piece before the flush: the piece may be out of date.
+A gradient is assembled when user code reads it, and stays full until residency closes it, or longer if user code holds
+it: until :meth:`Gradients.flush` copies the user's writes into this rank's piece. No code may read a piece before the
+flush: the piece may be out of date.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -17,7 +19,7 @@ from lightning_zero.engines.deepspeed.optimizer_step import parameters
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.reductions import Reductions
 from lightning_zero.engines.residency import store_changed
-from lightning_zero.private.torch import DisableTorchFunction
+from lightning_zero.private.torch import DisableTorchFunction, users_of
 
 _NOT_YET = (
     "p.grad is read or assigned between the micro-batches of an accumulation, where DeepSpeed has only partial sums of"
@@ -36,8 +38,8 @@ class Gradients:
         self._params, self._reductions = params, reductions
         self._seen: dict[Tensor, tuple[Tensor, bool]] = {}  # the full gradient, and whether user code assigned it
 
-    def read(self, p: Tensor, full: Callable[[], Tensor]) -> Tensor | None:
-        """Returns ``p.grad``; ``full`` assembles the full gradient (collective)."""
+    def read(self, p: Tensor, open_key: Callable[[], None]) -> Tensor | None:
+        """Returns ``p.grad``; ``open_key`` has residency call :meth:`opened` with the full gradient (collective)."""
         shards = self._params.shards
         if p.grad is not None or shards is None:
             return p.grad
@@ -46,13 +48,29 @@ class Gradients:
                 raise ValueError(_NOT_YET)
             return None
         if p not in self._seen:
-            self._seen[p] = full(), False
+            open_key()
         return self._seen[p][0]
+
+    def opened(self, p: Tensor, full: Tensor) -> None:
+        self._seen[p] = full, False
+
+    def is_held(self, p: Tensor) -> bool:
+        """Whether user code has assigned the full gradient, or holds the one that it has read, or a view of it."""
+        if p not in self._seen or self._seen[p][1]:
+            return p in self._seen
+        return sys.getrefcount(self._seen[p][0]) > 2 or users_of(self._seen[p][0].untyped_storage()) > 1
+
+    def close(self, p: Tensor) -> None:
+        """Stores a gradient that was read. One that user code holds may be written to until the flush."""
+        if p in self._seen and not self.is_held(p):
+            self._store(p)
 
     def assembled(self, p: Tensor) -> Tensor:
         """Returns the full gradient of ``p``, assembled from all ranks' pieces (collective)."""
         shards = self._params.attached
-        return shards.assembly(p, shards.grad(p))().to(dtype=p.dtype, device=p.device)
+        # Not the assembled tensor itself: gloo's thread holds it a moment longer, so user code would seem to hold it.
+        full = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+        return full.copy_(shards.assembly(p, shards.grad(p))())
 
     def write(self, p: Tensor, value: Tensor | None) -> None:
         """Implements ``p.grad = value``."""
@@ -82,10 +100,13 @@ class Gradients:
                 assigned = {p: grad.detach().clone() for p, (grad, is_assigned) in self._seen.items() if is_assigned}
                 all_reduce_mean(list(assigned.values()))
                 self._seen.update((p, (grad, True)) for p, grad in assigned.items())
-            for p, (grad, _) in self._seen.items():  # all of them: no version counter records p.grad.data.mul_(2)
-                shards = self._params.attached
-                store_changed(shards.cut(p, grad), shards.grad(p))
-        self._seen.clear()
+            for p in list(self._seen):
+                self._store(p)
+
+    def _store(self, p: Tensor) -> None:
+        """Stores the gradient whether it has changed or not: no version counter records ``p.grad.data.mul_(2)``."""
+        shards, (grad, _) = self._params.attached, self._seen.pop(p)
+        store_changed(shards.cut(p, grad), shards.grad(p))
 
     def zero_grad_of(self, optimizer: Optimizer) -> Callable[..., None]:
         """Makes the ``optimizer.zero_grad`` that also clears DeepSpeed's pieces."""
