@@ -6,7 +6,7 @@ import inspect
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -204,12 +204,16 @@ class Engine(ABC):
             retains_graph: Whether another backward may follow through the same graph.
         """
 
-    @abstractmethod
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Marks the micro-batches before the last one of an accumulation window."""
+        self.reduces = False
+        try:
+            yield
+        finally:
+            self.reduces = True
 
-    @abstractmethod
-    def reshard(self) -> None:
+    def reshard(self) -> None:  # noqa: B027
         """Frees gathered parameters, so that reads and writes by user code reach the shards."""
 
     @graphs.outside_graphs
@@ -246,6 +250,18 @@ class Engine(ABC):
     @abstractmethod
     def sharded_step(self, optimizer: Optimizer, declared: Collection[str]) -> ShardedStep:
         """Creates the step of ``optimizer`` on this rank's parts."""
+
+    @abstractmethod
+    def close_windows(self) -> None:
+        """Stores all that user code has written to parameters and gradients."""
+
+    @contextmanager
+    def full_step(self, is_running: bool) -> Iterator[None]:
+        """See :meth:`~lightning_zero.engines.optimizer_step.Parts.full_step`."""
+        self.close_windows()
+        with self.residency.together(is_running):
+            yield
+        self.close_windows()
 
     @abstractmethod
     def settle(self) -> None:

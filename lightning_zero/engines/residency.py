@@ -410,6 +410,11 @@ class Residency:
                 self._open_key(key)
             self._make_room(keys)
 
+    def open_again(self, key: int) -> None:
+        """Opens ``key`` with the values of now."""
+        self.close(key)
+        self._make_there({key: None}, [], brings=False)
+
     def _open_key(self, key: int) -> None:
         with _quietly():
             values, by_all = self.gather(key)
@@ -660,16 +665,20 @@ def may_alias(func: Any) -> bool:
 
 
 def store_rows(full: Tensor, sharded: DTensor) -> None:
-    """Copies this rank's rows of ``full`` to its shard. From a gathered copy in lower precision it copies only changed
-    elements, so that the others keep their master weights."""
-    shard, (start, length) = local(sharded), rows_of(sharded)
-    if not length:
-        return
-    rows = full.detach().narrow(0, start, length).to(shard.device)
-    if rows.dtype != shard.dtype:
-        rows = torch.where(shard.to(rows.dtype) == rows, shard, rows.to(shard.dtype))
-    before_host_write(sharded)
-    shard.copy_(rows)
+    """Copies this rank's rows of ``full`` to its shard, as :func:`store_changed` does."""
+    start, length = rows_of(sharded)
+    if length:
+        before_host_write(sharded)
+        store_changed(full.detach().narrow(0, start, length), local(sharded))
+
+
+def store_changed(values: Tensor, part: Tensor) -> None:
+    """Copies ``values`` into ``part``. From values in lower precision it copies only changed elements, so that the
+    others keep their precision."""
+    values = values.to(part.device)
+    if values.dtype != part.dtype:
+        values = torch.where(part.to(values.dtype) == values, part, values.to(part.dtype))
+    part.copy_(values)
 
 
 @contextmanager

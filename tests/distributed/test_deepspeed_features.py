@@ -26,6 +26,8 @@ FEATURES: list[tuple[str, int, dict[str, Any]]] = [
     ("parameter_groups", 2, {"deepspeed_config": FILE}),
     ("parameter_groups", 3, {"deepspeed_config": HPZ}),
     ("parameter_groups", 1, {"offload": "cpu"}),
+    ("adam", 1, {"deepspeed_config": {"zero_optimization": {"contiguous_gradients": False}}}),
+    ("backward_in_hooks", 1, {"deepspeed_config": {"zero_optimization": {"overlap_comm": True}}}),
     ("adam", 3, {"offload": OffloadConfig(target="cpu", ratio=0.5)}),
     ("losses_of_full_recomputed_blocks", 3, {}),
 ]

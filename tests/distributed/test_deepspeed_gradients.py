@@ -115,6 +115,27 @@ class EndsEarly(Heads):
         return -1 if batch_idx == 3 and self.trainer.current_epoch == 0 else None
 
 
+class Forgets(Zoo):
+    """Drops some gradients between the micro-batches of an accumulation."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for p in self.net.stem.parameters() if batch_idx % 2 == 0 else ():
+            p.grad = None
+
+
+class Looks(Zoo):
+    """The step reads a bias through NumPy. Stage 3 keeps the bias gathered between modules, because it is small."""
+
+    def build(self) -> None:
+        super().build()
+        self.large = nn.Linear(100, 100)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch) + self.large(torch.ones(100)).square().mean()
+        self.mean = self.net.head.bias.detach().numpy().mean()
+        return loss
+
+
 class ShiftsOnOddRanks(Zoo):
     """Every rank runs every module; inside, odd ranks use one parameter more. Gradients that were reduced as they come
     would give other numbers, or ranks would wait for ever."""
@@ -156,6 +177,8 @@ CASES: list[tuple[type[Zoo], dict[str, Any], list[dict[str, Any]]]] = [
     (Heads, {"accumulate_grad_batches": 2}, [{"stage": 1}, {"stage": 2, **OFFLOAD}]),
     (OwnHead, {"accumulate_grad_batches": 2}, [{"stage": 1}, {"stage": 2, **OFFLOAD}]),
     (EndsEarly, {"accumulate_grad_batches": 2, "max_epochs": 2}, [{"stage": 2}, {"stage": 3}]),
+    (Forgets, {"accumulate_grad_batches": 2}, [{"stage": 1}, {"stage": 2}, {"stage": 3}]),
+    (Looks, {}, [{"stage": 3}]),
     (ReadsInBackward, {}, [{"stage": 3}]),
     (ShiftsOnOddRanks, {}, [{"stage": 2, **SMALL_BUCKETS}, {"stage": 3}]),
 ]
@@ -211,10 +234,12 @@ def test_parameters_that_only_some_ranks_gather_are_named(ranks2) -> None:
         assert "stage=2" in text
 
 
-def test_stage_3_refuses_buckets_that_differ(ranks2) -> None:
-    settings = {**STAGE3, **SMALL_BUCKETS}
+@pytest.mark.parametrize(
+    "config", [SMALL_BUCKETS, {"deepspeed_config": {"zero_optimization": {"reduce_scatter": False}}}]
+)
+def test_stage_3_refuses_buckets_that_differ(config: Any, ranks2) -> None:
     numel = sum(p.numel() for p in ShiftsOnOddRanks().parameters())
-    for name, text in ranks2(outcome, _train, ShiftsOnOddRanks, settings):
+    for name, text in ranks2(outcome, _train, ShiftsOnOddRanks, {**STAGE3, **config}):
         assert name == "ValueError"
         assert f"reduce_bucket_size={numel}" in text
 
@@ -262,3 +287,19 @@ def test_a_graph_from_before_a_step_is_no_longer_gone_through(ranks2: Any) -> No
     for strategy in ("ddp", STAGE3):
         for _, text in ranks2(outcome, _train, KeepsGraph, strategy):
             assert "has been modified by an inplace operation" in text
+
+
+class ReadsAll(Zoo):
+    """Reads one gradient after the other, with a budget of one byte for what is full besides the current one."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        engine = self.trainer.strategy.engine
+        engine.residency._budget_bytes = 1
+        for p in self.parameters():
+            p.grad.mul_(0.5)
+            self.extra[str(len(self.extra))] = p.grad.norm()
+        assert len(engine._gradients._seen) == 1
+
+
+def test_gradients_that_are_read_do_not_add_up(ranks2: Any) -> None:
+    assert {name for name, _ in ranks2(outcome, _train, ReadsAll, STAGE3)} == {"ok"}

@@ -143,6 +143,12 @@ def test_offload_sections() -> None:
     assert "offload_param" not in split
 
 
+@pytest.mark.parametrize("section", [{"zenflow": {"topk_ratio": 0.1}}, {"offload_optimizer": {"super_offload": True}}])
+def test_other_ways_of_stepping_are_refused(section: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="zenflow or super_offload in deepspeed_config"):
+        made(deepspeed_config={"zero_optimization": section})
+
+
 def test_offload_of_a_file() -> None:
     file = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}}
     config = ZeroConfig(engine="deepspeed", deepspeed_config=file)

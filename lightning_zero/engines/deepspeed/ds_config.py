@@ -113,7 +113,12 @@ def _check_device(raw: RawConfig, facts: RunFacts) -> None:
             f"precision={facts.precision!r}: DeepSpeed has no fp16 on a CPU; use bf16, with"
             " Trainer(precision='bf16-mixed')."
         )
-    if raw.section("zero_optimization").get("zero_quantized_nontrainable_weights") is True:
+    zero = raw.section("zero_optimization")
+    if zero.get("zenflow") or (zero.get("offload_optimizer") or {}).get("super_offload"):
+        raise ValueError(
+            f"zenflow or super_offload in {raw.origin}: DeepSpeed would choose gradients and step by itself; remove it."
+        )
+    if zero.get("zero_quantized_nontrainable_weights") is True:
         raise ValueError(
             f"zero_quantized_nontrainable_weights=True in {raw.origin}: hooks and checkpoints need shards in the"
             " parameters' dtype; remove the key."
@@ -150,11 +155,6 @@ def _zero_section(config: ZeroConfig, facts: RunFacts, raw: RawConfig) -> dict[s
             _fill(section, "pin_memory", config.offload.pin_memory, facts.device_type != "cpu", raw)
             if part == "optimizer":
                 _fill(section, "ratio", config.offload.ratio, 1.0, raw)
-    if config.stage == 1 and made.get("contiguous_gradients") is False and not made["overlap_comm"]:
-        raise ValueError(
-            "contiguous_gradients=False at stage 1: DeepSpeed then does not say when a gradient arrives; set"
-            " overlap_comm=True as well, or use stage=2."
-        )
     return made
 
 
@@ -169,8 +169,6 @@ def _defaults(config: ZeroConfig, facts: RunFacts, raw: RawConfig) -> dict[str, 
         offloaded = raw.section("zero_optimization").get("offload_optimizer") or {}
         if (config.offload.ratio or offloaded.get("ratio")) not in (None, 1, AUTO):
             made["sub_group_size"] = max(1, facts.numel // (facts.world_size * _RATIO_SUB_GROUPS))
-    else:
-        made["allgather_bucket_size"] = bucket
     return made
 
 

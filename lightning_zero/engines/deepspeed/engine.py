@@ -43,9 +43,9 @@ from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreem
 from lightning_zero.comm.shards import to_host
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import leave_states
-from lightning_zero.engines.base import Engine, Root, refuse_late_hooks
+from lightning_zero.engines.base import Engine, Root, refuse_late_hooks, undetached_state_dict
 from lightning_zero.engines.deepspeed import private
-from lightning_zero.engines.deepspeed.full_state import FullState, model_state
+from lightning_zero.engines.deepspeed.full_state import FullState
 from lightning_zero.engines.deepspeed.gradients import Gradients
 from lightning_zero.engines.deepspeed.optimizer_step import Joined, Pieces, parameters
 from lightning_zero.engines.deepspeed.order import Order
@@ -163,10 +163,7 @@ class DeepSpeedEngine(Engine):
             params.refuse_training_replicated()
         self.end_window(waits=False)  # ends the window of configure_optimizers
         trainable = [p for p in params.named.values() if p.requires_grad and p in params.held]
-        if not self._stage3:
-            for p in params.held:
-                p.data = p.data.contiguous()  # DeepSpeed views the memory as bytes
-        copies = PlainCopies(self.module, private.is_on_modules)
+        copies = PlainCopies(self.module, private.ON_MODULES.__contains__)
         joined = Joined(trainable, optimizers) if optimizers and trainable else None
         self._trained = set(trainable)
         self._engine = self._start(trainable, joined)
@@ -211,8 +208,7 @@ class DeepSpeedEngine(Engine):
 
     # -- forward -------------------------------------------------------------------------------------------------
 
-    def _store_writes(self) -> None:
-        """Stores all that user code wrote to parameters and gradients. Call before a master or a piece is read."""
+    def close_windows(self) -> None:
         self._store_parameters()
         self._gradients.flush()
 
@@ -232,8 +228,8 @@ class DeepSpeedEngine(Engine):
             with torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
                 output = self.root(method, *args, **kwargs)
                 self._order.gathers()
-            if not wants_grad:
-                self._release_kept()
+            if not wants_grad and self._store.is_keeping:
+                self._reshard_all()
             return output
 
     @contextmanager
@@ -241,18 +237,7 @@ class DeepSpeedEngine(Engine):
         with self._params.during(phase), private.linear_without_weights() if self._stage3 else nullcontext():
             yield
 
-    def reshard(self) -> None:
-        """Does nothing: DeepSpeed reshards after each module and in each step, and user writes are tracked at once."""
-
     # -- backward ------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self.reduces = False
-        try:
-            yield
-        finally:
-            self.reduces = True
 
     def backward(self, run_backward: Callable[[], None], retains_graph: bool = False) -> None:
         self.end_window(self.hooks.before_backward)
@@ -308,26 +293,19 @@ class DeepSpeedEngine(Engine):
 
     def settle(self) -> None:
         self.end_window(self.hooks.before_step)
-        self._release_kept()
-        self._store_writes()
+        self._reshard_all()
+        self.close_windows()
         self._views.settle()
 
-    def _release_kept(self) -> None:
-        """Reshards parameters that were gathered for the rest of a step, and stores what user code wrote to them."""
-        if self._store.is_keeping:
+    def _reshard_all(self) -> None:
+        """Reshards the parameters that are still gathered at stage 3, and stores what user code wrote to them."""
+        if self._stage3:
             self._store.is_keeping = False
             with torch.no_grad(), DisableTorchFunction():
                 private.release_all(self._engine)
 
-    @contextmanager
-    def _full_step(self, is_running: bool) -> Iterator[None]:
-        self._store_writes()
-        with self.residency.together(is_running):
-            yield
-        self._store_writes()
-
     def sharded_step(self, optimizer: Optimizer, declared: Collection[str]) -> ShardedStep:
-        parts = Pieces(self._params.attached, self._store.states, self.settle, self._store_writes, self._full_step)
+        parts = Pieces(self._params.attached, self._store.states, self.settle, self.close_windows, self.full_step)
         return ShardedStep(optimizer, parts, declared, self.config.offloads_optimizer)
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
@@ -342,16 +320,16 @@ class DeepSpeedEngine(Engine):
         self.end_window(self.hooks.anywhere)
         self._store_parameters()
         with torch.no_grad(), DisableTorchFunction():
-            return self._full.state_dict()
+            return self.in_shards(undetached_state_dict(self.module))
 
     def in_shards(self, state: dict[str, Any]) -> dict[str, Any]:
-        return self._full.optimizer_state(state)
+        return self._full.in_rows(state)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
         with torch.no_grad(), DisableTorchFunction():
-            return model_state(self._params, self._store.states, optimizers, self.config, self.device)
+            return self._full.model_state(optimizers, self.config)
 
     def restore(self, full: bool) -> None:
         self.end_residency()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -16,7 +16,6 @@ from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.shards import as_shard, local
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import LeftState, entries, leave_parameter
-from lightning_zero.engines.base import undetached_state_dict
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.model_state import ModelState, states_of
@@ -26,8 +25,8 @@ from lightning_zero.engines.residency import States
 class FullState:
     """Assembles full tensors from DeepSpeed's pieces.
 
-    All methods are collective. They read masters, so the engine must store user code's writes to parameters before
-    (``DeepSpeedEngine.settle``).
+    All methods but the last are collective. They read masters, so the engine must store user code's writes to
+    parameters before (``DeepSpeedEngine.settle``).
     """
 
     def __init__(self, params: Parameters, states: States, mesh: DeviceMesh) -> None:
@@ -45,25 +44,18 @@ class FullState:
         mine = full.narrow(0, first, min(each, full.shape[0] - first)).clone()
         return DTensor.from_local(mine, self._mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the module's state dict in rows; a tied parameter is one object under all its names."""
+    def in_rows(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Replaces parameters and sharded optimizer states in ``state`` by their rows; a tied tensor stays one object
+        under all its names."""
         done: dict[int, Tensor] = {}
 
         def one(path: Any, tensor: Tensor) -> Tensor:
             if id(tensor) not in done:
-                held = tensor in self._params.held
-                done[id(tensor)] = self.rows(private.gathered_copy(tensor)) if held else tensor.detach()
+                assembly = self._states.part_of(tensor)
+                if assembly is None and tensor in self._params.held:
+                    assembly = partial(private.gathered_copy, tensor)
+                done[id(tensor)] = tensor.detach() if assembly is None else self.rows(assembly())
             return done[id(tensor)]
-
-        return map_tensors(one, undetached_state_dict(self._params.module))
-
-    def optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns ``optimizer.state_dict()`` in rows, except states that are full on every rank."""
-
-        def one(path: Any, tensor: Tensor) -> Tensor:
-            if (assembly := self._states.part_of(tensor)) is not None:
-                return self.rows(assembly())
-            return self.rows(private.gathered_copy(tensor)) if tensor in self._params.held else tensor
 
         return map_tensors(one, state)
 
@@ -84,37 +76,33 @@ class FullState:
                 left = as_shard(local(rows).cpu(), rows) if isinstance(rows, DTensor) else rows.cpu()
             leave_parameter(p, left, p)
 
+    # -- reports -------------------------------------------------------------------------------------------------
 
-def model_state(
-    params: Parameters,
-    states: States,
-    optimizers: Iterable[Optimizer],
-    config: ZeroConfig,
-    device: torch.device,
-) -> ModelState:
-    """Counts the bytes on this rank, by kind and place.
+    def model_state(self, optimizers: Iterable[Optimizer], config: ZeroConfig) -> ModelState:
+        """Counts the bytes on this rank, by kind and place; not collective.
 
-    DeepSpeed computes with one set of tensors and steps another, so *parameters* are the module's (stage 3: this rank's
-    shards and all that is gathered) plus the masters. *Gradients* are averaged pieces, in buffers of their own.
-    """
-    state, shards = ModelState(), params.shards
+        DeepSpeed computes with one set of tensors and steps another, so *parameters* are the module's (stage 3: this
+        rank's shards and all that is gathered) plus the masters. *Gradients* are averaged pieces, in buffers of their
+        own.
+        """
+        state, shards, on_cpu = ModelState(), self._params.shards, self._mesh.device_type == "cpu"
 
-    def here(kind: str, tensor: Tensor, moves: bool = False) -> None:
-        """Counts bytes of this rank; without an accelerator, a tensor that offload ``moves`` counts as host memory."""
-        on_host = moves if device.type == "cpu" else tensor.device.type == "cpu"
-        state.add_bytes(kind, tensor.nbytes, "host" if on_host else "device")
+        def here(kind: str, tensor: Tensor, moves: bool = False) -> None:
+            """Without an accelerator, a tensor that offload ``moves`` counts as host memory."""
+            on_host = moves if on_cpu else tensor.device.type == "cpu"
+            state.add_bytes(kind, tensor.nbytes, "host" if on_host else "device")
 
-    for p in params.named.values():
-        if not private.is_partitioned(p):
-            here("parameters", p)
-        if (cut := private.cut_of(p)) is not None:
-            here("parameters", cut, config.offloads_parameters)
-    if shards is not None:
-        for i in {piece.flat for piece in shards.pieces.values()}:
-            here("parameters", shards.flat_master(i), config.offloads_optimizer)
-        for flat in shards.grad_buffers():
-            here("gradients", flat, config.offloads_optimizer)
-    for _, value in states_of(optimizers):
-        assembly = states.part_of(value)
-        here("optimizer", value if assembly is None else assembly.part, config.offloads_optimizer)
-    return state
+        for p in self._params.named.values():
+            if not private.is_partitioned(p):
+                here("parameters", p)
+            if (cut := private.cut_of(p)) is not None:
+                here("parameters", cut, config.offloads_parameters)
+        if shards is not None:
+            for flat in shards.masters:
+                here("parameters", flat, config.offloads_optimizer)
+            for flat in shards.grads.values():
+                here("gradients", flat, config.offloads_optimizer)
+        for _, value in states_of(optimizers):
+            assembly = self._states.part_of(value)
+            here("optimizer", value if assembly is None else assembly.part, config.offloads_optimizer)
+        return state

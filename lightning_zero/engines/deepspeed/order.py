@@ -16,8 +16,8 @@ from lightning_zero.engines.deepspeed.parameters import Parameters
 _A_BUCKET = "a bucket of gradients"
 _BUCKETS_DIFFER = (
     "stage=3: ranks ran the same modules but used different parameters of them, so that their gradients came in"
-    " different buckets. Set reduce_bucket_size={} in deepspeed_config, which fits all gradients in one bucket, or use"
-    " stage=2."
+    " different buckets. Set reduce_bucket_size={} in deepspeed_config, which fits all gradients in one bucket, and"
+    " leave out reduce_scatter, or use stage=2."
 )
 
 
@@ -58,7 +58,7 @@ class Order:
 
     def _reduces(self, bucket: Sequence[Any]) -> None:
         """Records that the gradients of the parameters in ``bucket`` are reduced next."""
-        self._next(_A_BUCKET, *sorted(self._names.get(id(p), "") for p in bucket))
+        self._next(_A_BUCKET, *(self._names.get(id(p), "") for p in bucket))
 
     def _next(self, event: str, *names: str) -> None:
         self.mark = crc32(repr((event, names)).encode(), self.mark)

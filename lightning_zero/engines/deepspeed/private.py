@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import logging
 import os
 from abc import ABC, abstractmethod
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from lightning_zero.comm.direct import all_gather
 from lightning_zero.engines.after_run import without_memory
 from lightning_zero.engines.base import outside_inference_mode
+from lightning_zero.engines.residency import store_changed
 from lightning_zero.private.check import Library, check
 from lightning_zero.private.torch import (
     DisableTorchFunction,
@@ -40,6 +42,7 @@ from lightning_zero.private.torch import (
     in_backward,
     in_transform,
     own_parameters,
+    pytree,
     set_data,
 )
 
@@ -57,8 +60,7 @@ DEEPSPEED = Library(
         "deepspeed.accelerator.cpu_accelerator": "CPU_Accelerator",
         f"{_ZERO}.parameter_offload": "_inject_parameters iter_params FWD_MODULE_STACK",
         f"{_ZERO}.partitioned_param_coordinator": "iter_params",
-        f"{_ZERO}.stage3": "DeepSpeedCPUAdam register_grad_hook",
-        f"{_ZERO}.stage_1_and_2": "register_grad_hook",
+        f"{_ZERO}.stage3": "DeepSpeedCPUAdam",
         "deepspeed.utils": "z3_leaf_module",
         # sharding
         f"{_ZERO}.partition_parameters": "ZeroParamStatus.AVAILABLE free_param",
@@ -68,27 +70,24 @@ DEEPSPEED = Library(
         f"{_ZERO}.partition_parameters:_init_external_params": "_external_params all_parameters",
         f"{_ZERO}.linear": "zero3_linear_wrap",
         # one step
-        "deepspeed.runtime.engine:DeepSpeedEngine": "_backward_prologue _backward_epilogue _running_engine_backward"
-        " _broadcast_model module_forward_pre_hook module_forward_post_hook device dp_world_size destroy",
+        "deepspeed.runtime.engine:DeepSpeedEngine": "_create_module_forward_pre_hook _create_module_forward_post_hook"
+        " _broadcast_model allreduce_gradients set_gradient_accumulation_boundary device dp_world_size destroy",
         f"{_ZERO}.parameter_offload:DeepSpeedZeRoOffload": "_register_deepspeed_module partition_all_parameters"
         " get_param_coordinator forward_hooks ds_id ds_inflight_param_registry ds_recompute_parameters destroy",
         f"{_ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator": f"{_TO_RELEASE} hierarchy"
         " reset_step trace_prologue is_record_trace record_module fetch_sub_module release_sub_module",
         # stages 1 and 2
-        f"{_ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer": "_grad_acc_hooks clear_backward_seen_flag process_gradients"
-        " round_robin_bit16_groups round_robin_bit16_offsets partition_size real_dp_process_group"
-        " single_partition_of_fp32_groups parallel_partitioned_bit16_groups bit16_groups bit16_groups_flat"
-        " averaged_gradients all_grad_tensors cpu_offload micro_step_id nccl_start_alignment_factor"
-        " allgather_bucket_size _offload_accumulated_param_ids _wait_for_offload_copies reset_cpu_buffers",
+        f"{_ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer": "_grad_acc_hooks process_gradients backward_epilogue"
+        " round_robin_bit16_groups round_robin_bit16_offsets single_partition_of_fp32_groups"
+        " parallel_partitioned_bit16_groups bit16_groups bit16_groups_flat averaged_gradients all_grad_tensors"
+        " cpu_offload micro_step_id _offload_accumulated_param_ids _wait_for_offload_copies reset_cpu_buffers",
         f"{_ZERO}.stage_1_and_2:GradPartitionBufferGroup": "flat_partition",
-        "deepspeed.runtime.utils:all_gather_dp_groups": "groups_flat partitioned_param_groups dp_process_group"
-        " start_alignment_factor allgather_bucket_size",
         # stage 3
-        f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3": f"{_REDUCE_BUCKET} _grad_acc_hooks clear_backward_seen_flag"
+        f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3": f"{_REDUCE_BUCKET} _grad_acc_hooks backward_epilogue"
         " fp16_groups grad_position fp32_partitioned_groups_flat fp16_partitioned_groups_flat ipg_buckets"
-        " micro_step_id parameter_offload _epilogue_ran_this_backward get_param_id"
+        " micro_step_id parameter_offload get_param_id"
         " _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition reduce_ready_partitions_and_remove_grads"
-        " _reassign_or_swap_out_partitioned_parameters invalidate_secondary_tensor",
+        " invalidate_secondary_tensor",
     },
 )
 
@@ -220,25 +219,24 @@ def starting(joined: type, sharded: Iterable[Any]) -> Iterator[None]:
     """Context of ``deepspeed.initialize``, which here leaves out
 
     - the broadcast of rank 0's parameters, which ranks have already: it fails on 0-dim ones;
+    - hooks of the root, which time the forward and find parameters used outside of their module, as residency does;
     - stage 3's hooks of modules, which :class:`ModuleHooks` replaces, and its dictionaries of parameters;
-    - residency's interception in its hooks of gradients;
     - the check for DeepSpeed's own CPU Adam if ``offload.ratio`` is below 1. DeepSpeed would step some masters on the
       device itself, but here users' own optimizers step all masters. ``joined`` is the optimizer that DeepSpeed gets.
 
     Stage 3 formats all parameters as text, so inside the context those that are ``sharded`` already are really empty.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.zero import parameter_offload, stage3, stage_1_and_2
+    from deepspeed.runtime.zero import parameter_offload, stage3
 
-    register = stage3.register_grad_hook
     with contextlib.ExitStack() as stack:
         for home, name, value in (
             (DeepSpeedEngine, "_broadcast_model", lambda self: None),
+            (DeepSpeedEngine, "_create_module_forward_pre_hook", lambda self: None),
+            (DeepSpeedEngine, "_create_module_forward_post_hook", lambda self: None),
             (parameter_offload.DeepSpeedZeRoOffload, "_register_deepspeed_module", lambda self, module: None),
             (parameter_offload, "_inject_parameters", lambda module, cls: None),
             (stage3, "DeepSpeedCPUAdam", joined),
-            (stage3, "register_grad_hook", lambda p, hook: register(p, _plainly(hook))),
-            (stage_1_and_2, "register_grad_hook", lambda p, hook: register(p, _plainly(hook))),
         ):
             stack.enter_context(_instead(home, name, value))
         for p in sharded:
@@ -302,15 +300,18 @@ def sharder(config: dict[str, Any]) -> Callable[[list[nn.Parameter]], None]:
     def shard(params: list[nn.Parameter]) -> None:
         with DisableTorchFunction(), marking(params):
             for p in params:
-                p.data = p.data.contiguous()
                 init._convert_to_deepspeed_param(p)
                 p.partition()  # type: ignore[attr-defined]
 
     return shard
 
 
-_ON_MODULES = {"_external_params", "all_parameters", "register_external_parameter"}
-_ON_PARAMETERS = {"__reduce_ex__"}
+ON_MODULES = frozenset(
+    "_external_params all_parameters ds_external_parameters ds_id ds_recompute_parameters ds_inflight_param_registry"
+    " ds_model_granularity _z3_leaf".split()
+)
+"""Names of the attributes that modules get from DeepSpeed and from this file."""
+_ON_PARAMETERS = set("__reduce_ex__ ds_before_free ds_freed ds_in_flight ds_z3_leaf_module".split())
 
 
 @contextlib.contextmanager
@@ -322,15 +323,9 @@ def marking(params: Iterable[Any]) -> Iterator[None]:
         _ON_PARAMETERS.update(vars(p).keys() - names)
 
 
-def is_on_modules(name: str) -> bool:
-    """Whether a module's attribute of this name is DeepSpeed's."""
-    return name.startswith("ds_") or name in _ON_MODULES
-
-
 def attributes(p: Any) -> dict[str, Any]:
     """Returns the attributes that user code has set on ``p``."""
-    user = [n for n in vars(p) if n not in _ON_PARAMETERS and not n.startswith(("ds_", "_ds_"))]
-    return {name: getattr(p, name) for name in user}
+    return {name: value for name, value in vars(p).items() if name not in _ON_PARAMETERS}
 
 
 def pickle_plainly(params: Iterable[Any]) -> None:
@@ -353,41 +348,39 @@ def backward(engine: Any, run_backward: Callable[[], None], before_end: Callable
 
     ``before_end`` runs after all gradients have arrived and before the last buckets are reduced.
     """
-    optimizer = engine.optimizer
-    optimizer.clear_backward_seen_flag()
-    engine._running_engine_backward = True
-    try:
-        engine._backward_prologue()
-        with EnableTorchFunction():  # user code in it may touch resharded parameters
-            run_backward()
-        before_end()
-        engine._backward_epilogue()
-    finally:
-        engine._running_engine_backward = False
+    with EnableTorchFunction():  # user code in it may touch resharded parameters
+        run_backward()
+    before_end()
+    engine.allreduce_gradients()
+    engine.optimizer.backward_epilogue()
 
 
-def take_gradients(engine: Any, arrives: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Has ``arrives(p)`` called for each gradient in place of DeepSpeed's own function, and returns the latter.
+def take_gradients(
+    engine: Any, params: Iterable[nn.Parameter], arrives: Callable[[Any], None]
+) -> Callable[[Any], None]:
+    """Has ``arrives(p)`` called for each gradient of ``params`` in place of DeepSpeed's own hooks.
 
     The returned function puts the gradient of ``p`` into a bucket, if this backward reduces."""
     zero = engine.optimizer
-    name = "process_gradients" if hasattr(zero, "process_gradients") else "reduce_ready_partitions_and_remove_grads"
-    take = getattr(zero, name)
-    setattr(zero, name, lambda p, *group: arrives(p))
-    if name != "process_gradients":
-        return take  # type: ignore[no-any-return]
+    for hook in zero._grad_acc_hooks:
+        hook.remove()
+    arrived = _plainly(arrives)
+    zero._grad_acc_hooks = [p.register_post_accumulate_grad_hook(arrived) for p in params]  # DeepSpeed removes them
+    if not hasattr(zero, "process_gradients"):
+        return zero.reduce_ready_partitions_and_remove_grads  # type: ignore[no-any-return]
     groups = {p: i for i, group in enumerate(zero.bit16_groups) for p in group}
-    return lambda p: take(p, groups[p])
+    return lambda p: zero.process_gradients(p, groups[p])
 
 
 def before_buckets(engine: Any, action: Callable[[Sequence[Any]], None]) -> None:
-    """Calls ``action`` with the parameters whose gradients stage 3 is about to reduce together."""
+    """Calls ``action`` with the parameters whose gradients stage 3 is about to reduce together, in the order of the
+    message: by number or, with ``reduce_scatter=False``, as they came."""
     zero = engine.optimizer
     original = getattr(zero, _REDUCE_BUCKET)
 
     def reduce(dtype: torch.dtype) -> Any:
         if params := zero.ipg_buckets[dtype].params:
-            action(params)
+            action(sorted(params, key=lambda p: p.ds_id) if zero.reduce_scatter else params)
         return original(dtype)
 
     setattr(zero, _REDUCE_BUCKET, reduce)
@@ -404,8 +397,15 @@ class Shards(ABC):
 
     Attributes:
         pieces: Parameter -> its piece.
+        masters: The flats that optimizers step, 1-D.
+        weights: The flats that the module computes with, 1-D.
+        grads: The buffers that hold gradients on this rank, 1-D.
         with_grad: Parameters that have a gradient; alike on all ranks.
     """
+
+    masters: list[Any]
+    weights: list[Tensor]
+    grads: dict[int, Tensor]
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.zero = engine, engine.optimizer
@@ -429,26 +429,14 @@ class Shards(ABC):
     def master(self, p: Tensor) -> Tensor:
         """Returns this rank's piece of the master of ``p``, 1-D."""
         piece = self.pieces[p]
-        return piece.of(self.flat_master(piece.flat))
+        return piece.of(self.masters[piece.flat])
 
     @abstractmethod
     def _find_pieces(self) -> None: ...
 
     @abstractmethod
-    def flat_master(self, flat: int) -> Tensor:
-        """Returns the master, 1-D: the flat that optimizers step."""
-
-    @abstractmethod
-    def weights(self, flat: int) -> Tensor:
-        """Returns the flat that the module computes with, 1-D."""
-
-    @abstractmethod
     def grad(self, p: Tensor) -> Tensor:
         """Returns this rank's piece of the averaged gradient, 1-D, to be read and written in place."""
-
-    @abstractmethod
-    def grad_buffers(self) -> list[Tensor]:
-        """Returns the buffers that hold gradients on this rank."""
 
     @abstractmethod
     def before_backward(self) -> None:
@@ -457,24 +445,24 @@ class Shards(ABC):
     def before_reductions(self) -> None:  # noqa: B027
         """Prepares a backward that reduces its gradients."""
 
-    @abstractmethod
-    def after_reductions(self) -> None:
+    def after_reductions(self) -> None:  # noqa: B027
         """Takes over the reduced gradients."""
 
     def publish(self, params: Iterable[Tensor]) -> None:
         """Copies the masters' values of ``params`` to the module (collective)."""
-        self._publish(sorted({self.pieces[p].flat for p in params}))
+        flats = sorted({self.pieces[p].flat for p in params})
+        for i in flats:
+            self.weights[i].copy_(self.masters[i])
+        self._spread(flats)
 
     @abstractmethod
-    def _publish(self, flats: list[int]) -> None: ...
+    def _spread(self, flats: list[int]) -> None:
+        """Makes modules compute with the new ``weights``."""
 
     def adopt(self, p: Tensor) -> None:
         """Copies the module's values of ``p`` to the master, after user code wrote to the parameter."""
-        piece, master = self.pieces[p], self.master(p)
-        mine = piece.of(self.weights(piece.flat)).to(master.device)
-        if mine.dtype != master.dtype:  # unchanged elements keep the master's precision
-            mine = torch.where(master.to(mine.dtype) == mine, master, mine.to(master.dtype))
-        master.copy_(mine)
+        piece = self.pieces[p]
+        store_changed(piece.of(self.weights[piece.flat]), self.master(p))
 
 
 class Shards12(Shards):
@@ -482,46 +470,36 @@ class Shards12(Shards):
 
     def _find_pieces(self) -> None:
         zero = self.zero
-        self._grads: dict[int, Tensor] = {}
+        self.masters, self.grads = zero.single_partition_of_fp32_groups, {}
+        self.weights = [parts[dist.get_rank()] for parts in zero.parallel_partitioned_bit16_groups]
         for i, group in enumerate(zero.round_robin_bit16_groups):
-            size = int(zero.partition_size[i])
-            first = size * dist.get_rank(zero.real_dp_process_group[i])
+            size = self.masters[i].numel()
+            first = size * dist.get_rank()
             for p, begin in zip(group, zero.round_robin_bit16_offsets[i], strict=True):
                 start = min(max(begin, first), first + size)
                 stop = min(max(begin + p.numel(), first), first + size)
                 self.pieces[p] = Piece(i, start - first, stop - start, start - begin if stop > start else 0)
 
-    def flat_master(self, flat: int) -> Tensor:
-        return self.zero.single_partition_of_fp32_groups[flat]
-
-    def weights(self, flat: int) -> Tensor:
-        rank = dist.get_rank(self.zero.real_dp_process_group[flat])
-        return self.zero.parallel_partitioned_bit16_groups[flat][rank]
-
     def grad(self, p: Tensor) -> Tensor:
         piece = self.pieces[p]
-        if piece.flat not in self._grads:
-            size = int(self.zero.partition_size[piece.flat])
-            self._grads[piece.flat] = torch.zeros(size, dtype=torch.float32, device=self.flat_master(piece.flat).device)
-        return piece.of(self._grads[piece.flat])
-
-    def grad_buffers(self) -> list[Tensor]:
-        return list(self._grads.values())
+        if piece.flat not in self.grads:
+            self.grads[piece.flat] = torch.zeros_like(self.masters[piece.flat])
+        return piece.of(self.grads[piece.flat])
 
     def before_backward(self) -> None:
         needed = {self.pieces[p].flat for p in self.with_grad}
-        self._grads = {i: grads for i, grads in self._grads.items() if i in needed}
+        self.grads = {i: grads for i, grads in self.grads.items() if i in needed}
         for p, piece in self.pieces.items():
-            if piece.flat in self._grads and p not in self.with_grad:
-                piece.of(self._grads[piece.flat]).zero_()
+            if piece.flat in self.grads and p not in self.with_grad:
+                piece.of(self.grads[piece.flat]).zero_()
 
     def before_reductions(self) -> None:
         """Clears the offload buffers (one per flat): DeepSpeed writes only what it reduces, and leaves old values."""
         if not self.zero.cpu_offload:
             return
-        for i, flat in enumerate(self.zero.single_partition_of_fp32_groups):
-            if i in self._grads and self._grads[i].data_ptr() == flat.grad.data_ptr():
-                self._grads[i] = flat.grad.clone()
+        for i, flat in enumerate(self.masters):
+            if i in self.grads and self.grads[i].data_ptr() == flat.grad.data_ptr():
+                self.grads[i] = flat.grad.clone()
             flat.grad.zero_()
 
     def after_reductions(self) -> None:
@@ -530,7 +508,7 @@ class Shards12(Shards):
             zero._wait_for_offload_copies()
         for i in range(len(zero.bit16_groups)):
             new = self._take(i)
-            self._grads[i] = new.add_(self._grads[i]) if i in self._grads else new
+            self.grads[i] = new.add_(self.grads[i]) if i in self.grads else new
         if zero.cpu_offload:
             zero.reset_cpu_buffers()
             zero._offload_accumulated_param_ids = set()
@@ -539,7 +517,7 @@ class Shards12(Shards):
     def _take(self, i: int) -> Tensor:
         zero = self.zero
         if zero.cpu_offload:
-            flat = zero.single_partition_of_fp32_groups[i].grad
+            flat = self.masters[i].grad
         else:
             averaged = zero.averaged_gradients[i]
             flat = getattr(averaged, "flat_partition", None)
@@ -549,61 +527,38 @@ class Shards12(Shards):
         zero.all_grad_tensors[i] = None
         return flat
 
-    def _publish(self, flats: list[int]) -> None:
-        from deepspeed.runtime.utils import all_gather_dp_groups
-
-        zero = self.zero
+    def _spread(self, flats: list[int]) -> None:
         for i in flats:
-            self.weights(i).data.copy_(self.flat_master(i).data)
-        all_gather_dp_groups(
-            groups_flat=[zero.bit16_groups_flat[i] for i in flats],
-            partitioned_param_groups=[zero.parallel_partitioned_bit16_groups[i] for i in flats],
-            dp_process_group=[zero.real_dp_process_group[i] for i in flats],
-            start_alignment_factor=zero.nccl_start_alignment_factor,
-            allgather_bucket_size=zero.allgather_bucket_size,
-        )
+            all_gather(self.zero.bit16_groups_flat[i], self.weights[i], _world()).wait()
 
 
 class Shards3(Shards):
     """Stage 3: every parameter is cut into N equal parts, the last ones padded."""
 
     def _find_pieces(self) -> None:
+        self.masters, self.weights = self.zero.fp32_partitioned_groups_flat, self.zero.fp16_partitioned_groups_flat
+        self.grads = self.zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         for i, group in enumerate(self.zero.fp16_groups):
             for p in group:
                 _, start, each = self.zero.grad_position[self.zero.get_param_id(p)]
                 offset = min(p.ds_zero_partition_rank * each, p.ds_numel)
                 self.pieces[p] = Piece(i, start, min(each, p.ds_numel - offset), offset)
-
-    @property
-    def _grads(self) -> dict[int, Tensor]:
-        return self.zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-
-    def flat_master(self, flat: int) -> Tensor:
-        return self.zero.fp32_partitioned_groups_flat[flat]
-
-    def weights(self, flat: int) -> Tensor:
-        return self.zero.fp16_partitioned_groups_flat[flat]
-
-    def grad(self, p: Tensor) -> Tensor:
-        return self._grads[p.ds_id].narrow(0, 0, self.pieces[p].numel)  # type: ignore[attr-defined]
-
-    def grad_buffers(self) -> list[Tensor]:
-        return list(self._grads.values())
-
-    def before_backward(self) -> None:
-        fresh = [self._grads[p.ds_id] for p in self.pieces if p not in self.with_grad]  # type: ignore[attr-defined]
-        if fresh:
-            torch._foreach_zero_(fresh)
         self.zero.micro_step_id = 1  # not 0, so that DeepSpeed adds to the gradients instead of replacing them
 
-    def after_reductions(self) -> None:
-        self.zero._epilogue_ran_this_backward = False
+    def grad(self, p: Tensor) -> Tensor:
+        return self.grads[p.ds_id].narrow(0, 0, self.pieces[p].numel)  # type: ignore[attr-defined]
 
-    def _publish(self, flats: list[int]) -> None:
-        release_all(self.engine)
-        for i in flats:
-            self.zero._reassign_or_swap_out_partitioned_parameters(i)
+    def before_backward(self) -> None:
+        fresh = [self.grads[p.ds_id] for p in self.pieces if p not in self.with_grad]  # type: ignore[attr-defined]
+        if fresh:
+            torch._foreach_zero_(fresh)
+
+    def _spread(self, flats: list[int]) -> None:
         self.zero.invalidate_secondary_tensor()
+
+
+def _world() -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, dist.group.WORLD)
 
 
 @outside_inference_mode()
@@ -612,9 +567,9 @@ def gathered_copy(p: Any) -> Tensor:
     land(p)
     if not is_partitioned(p):
         return p.detach().clone()
-    mine, ranks = p.ds_tensor.detach().to(p.device), cast(dist.ProcessGroup, dist.group.WORLD)
-    full = mine.new_empty(mine.numel() * ranks.size())
-    all_gather(full, mine, ranks).wait()
+    mine = p.ds_tensor.detach().to(p.device)
+    full = mine.new_empty(mine.numel() * _world().size())
+    all_gather(full, mine, _world()).wait()
     # Not `full` itself: gloo's thread holds it a moment longer, so user code would seem to hold views of it.
     return full[: p.ds_numel].clone().view(p.ds_shape)
 
@@ -721,9 +676,6 @@ class ModuleHooks:
                 reset()
 
         self._coordinator.reset_step = reset_step
-        # Residency finds parameters used outside their module's forward, in more cases than these hooks do.
-        engine.module_forward_pre_hook.remove()
-        engine.module_forward_post_hook.remove()
 
     def _gather(self, module: nn.Module, forward: bool) -> None:
         self._coordinator.trace_prologue(module)
@@ -737,20 +689,20 @@ class ModuleHooks:
         self._begins(module)
         if not self._rests():
             _plainly(self._gather)(module, forward=True)
-        # Views, because the gradient of an input itself is complete only after the backward of all that use it.
-        views = [each.view_as(each) if _gets_gradient(each) else each for each in args]
-        if seen := [view for view, given in zip(views, args, strict=True) if view is not given]:
-            after_all = _AfterAll(len(seen), partial(self._after_backward, module))
-            for view in seen:
-                view.register_hook(after_all)
-        return tuple(views)
+        # Views, because the gradient of an input itself is complete only after the backward of all that use it. An
+        # input that is given twice stays one object, which attention asks for.
+        views = {id(each): each.view_as(each) for each in args if _gets_gradient(each)}
+        after_all = _after_all(len(views), partial(self._after_backward, module))
+        for view in views.values():
+            view.register_hook(after_all)
+        return tuple(views.get(id(each), each) for each in args)
 
     def _after_forward(self, module: nn.Module, _: nn.Module, args: Any, output: Any) -> None:
         # Parameters gathered for a recomputation stay gathered for their module's backward, which follows.
         if not in_backward() and not self._rests():
             _plainly(self._coordinator.release_sub_module)(module, forward=True)
-        for each in _tensors_in(output) if torch.is_grad_enabled() and not in_transform() else ():
-            if each.grad_fn is not None:
+        for each in pytree.tree_leaves(output) if torch.is_grad_enabled() and not in_transform() else ():
+            if isinstance(each, Tensor) and each.grad_fn is not None:
                 each.register_hook(partial(self._before_backward, module))
 
     def _before_backward(self, module: nn.Module, grad: Tensor) -> None:
@@ -764,18 +716,17 @@ class ModuleHooks:
             _plainly(self._coordinator.release_sub_module)(module, forward=False)
 
 
-class _AfterAll:
-    """A hook of ``num`` tensors that calls ``action`` when all their gradients have arrived.
+def _after_all(num: int, action: Callable[[], None]) -> Callable[[Tensor], None]:
+    """Makes a hook of ``num`` tensors that calls ``action`` when all their gradients have arrived.
 
     Not ``register_multi_grad_hook``: its hooks refer to the nodes that hold them, so that each pass would leak."""
+    numbers = itertools.count(1)  # goes on, because a retained graph may be gone through again
 
-    def __init__(self, num: int, action: Callable[[], None]) -> None:
-        self._num, self._action, self._num_arrived = num, action, 0
+    def hook(grad: Tensor) -> None:
+        if next(numbers) % num == 0:
+            action()
 
-    def __call__(self, grad: Tensor) -> None:
-        self._num_arrived = (self._num_arrived + 1) % self._num  # a retained graph may be gone through again
-        if not self._num_arrived:
-            self._action()
+    return hook
 
 
 def _plainly(method: Callable[..., None]) -> Callable[..., None]:
@@ -809,14 +760,6 @@ def _gets_gradient(value: Any) -> bool:
     return is_input and value.requires_grad and torch.is_grad_enabled() and not in_transform()
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(inner)
-
-
 @outside_inference_mode()
 def keep(p: Any) -> None:
     """Unshards a stage-3 parameter until all parameters are released, after the step."""
@@ -848,8 +791,6 @@ def end(engine: Any, root: nn.Module, failed: bool) -> None:
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     if engine is not None:
-        engine.module_forward_pre_hook.remove()
-        engine.module_forward_post_hook.remove()
         if failed:
             for hook in getattr(engine.optimizer, "_grad_acc_hooks", ()):
                 hook.remove()
@@ -861,9 +802,8 @@ def end(engine: Any, root: nn.Module, failed: bool) -> None:
     released = getattr(PartitionedParameterCoordinator, _TO_RELEASE)
     inspect.getclosurevars(released).nonlocals["func"].cache_clear()  # a cache by module, which keeps modules alive
     for module in root.modules():
-        for name in list(vars(module)):
-            if is_on_modules(name) or name == "__reduce_ex__":  # the latter is set by plain_copies
-                delattr(module, name)
+        for name in ON_MODULES | {"__reduce_ex__"}:  # the latter is set by plain_copies
+            vars(module).pop(name, None)
     for p in root.parameters():
-        for name in vars(p).keys() - attributes(p).keys():
-            delattr(p, name)
+        for name in _ON_PARAMETERS:
+            vars(p).pop(name, None)

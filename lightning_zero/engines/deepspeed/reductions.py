@@ -15,13 +15,13 @@ DeepSpeed holds zeros or the previous step's gradient for an unused parameter. A
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.comm.agree import IN_STEP, Agreement
 from lightning_zero.config import ZeroConfig
@@ -53,17 +53,17 @@ class Reductions:
     def __init__(self, params: Parameters, config: ZeroConfig, agreement: Agreement | None) -> None:
         self._params, self._stage = params, config.stage
         self._fills, self._agreement = config.find_unused_parameters, agreement
-        self._trained: Sequence[Tensor] = ()
+        self._trained: Sequence[nn.Parameter] = ()
         self._arrived: set[Tensor] = set()  # in this backward
         self._next: list[Tensor] = []  # not handed over yet in this backward; the next one is the last in the list
         self._in_turn = False
         self.used: set[Tensor] = set()
         self.window_open = False
 
-    def follow(self, engine: Any, trained: Sequence[Tensor]) -> None:
+    def follow(self, engine: Any, trained: Sequence[nn.Parameter]) -> None:
         """Takes the gradients of ``trained``, the parameters in the flats of DeepSpeed's ``engine``."""
         self._trained = trained
-        self._give = private.take_gradients(engine, self._arrives)
+        self._give = private.take_gradients(engine, trained, self._arrives)
 
     # -- one backward --------------------------------------------------------------------------------------------
 
@@ -85,7 +85,6 @@ class Reductions:
         if self._params.phase is not Phase.BACKWARD:
             if self._stage > 1:
                 raise ValueError(_OUTSIDE)
-            self._give(p)
             return
         if p in self._arrived and (self._in_turn or self._stage > 1):
             raise ValueError(_AGAIN)
@@ -109,13 +108,7 @@ class Reductions:
     # -- the end of a window -------------------------------------------------------------------------------------
 
     def end_window(self, order: Order) -> None:
-        """Agrees on the used parameters (collective)."""
-        self._params.attached.with_grad.update(self._agreed(order))
-        self.used.clear()
-        self.window_open = False
-
-    def _agreed(self, order: Order) -> Iterator[Tensor]:
-        """Returns the parameters that any rank used. One CPU message, an all-reduce with MAX (int64,
+        """Agrees on the parameters that any rank used (collective). One CPU message, an all-reduce with MAX (int64,
         1-D): ``order.mark`` and its negative, and a flag for each parameter."""
         flags = [int(p in self.used if self._fills else p.requires_grad) for p in self._trained]
         message = torch.tensor([order.mark, -order.mark, *flags], dtype=torch.int64, device="cpu")
@@ -123,4 +116,6 @@ class Reductions:
             self._agreement.all_reduce(message, dist.ReduceOp.MAX, IN_STEP).wait()
         high, low, *flags = message.tolist()
         order.compare(high, -low)
-        return compress(self._trained, flags)
+        self._params.attached.with_grad.update(compress(self._trained, flags))
+        self.used.clear()
+        self.window_open = False

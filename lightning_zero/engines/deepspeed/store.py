@@ -136,14 +136,21 @@ class DeepSpeedStore:
         return [self._gradients.assembled(self._params[key - num])]
 
     def open(self, key: int, values: list[Tensor]) -> None:
-        if not self.is_here(key):
+        if key >= len(self._params):
+            self._gradients.opened(self._params[key - len(self._params)], values[0])
+        elif not self.is_here(key):
             set_data(self._params[key], values[0])
 
     def is_held(self, key: int) -> bool:
+        if key >= len(self._params):
+            return self._gradients.is_held(self._params[key - len(self._params)])
         p = self._params[key]
         return not self.is_here(key) and self._views.are_held(p, users_of(p.untyped_storage()) - 1)
 
     def close(self, key: int) -> None:
+        if key >= len(self._params):
+            self._gradients.close(self._params[key - len(self._params)])
+            return
         p = self._params[key]
         self._store(p)
         if not self.is_here(key):
@@ -223,12 +230,8 @@ class DeepSpeedStore:
 
     def grad_of(self, p: Tensor) -> Tensor | None:
         key = len(self._params) + self._own[id(p)]
-
-        def full() -> Tensor:
-            with DisableTorchFunction(), torch.no_grad():
-                return self.residency.gather(key)[0][0]
-
-        return self._gradients.read(p, full)
+        with DisableTorchFunction():
+            return self._gradients.read(p, lambda: self.residency.open_again(key))
 
     def assign_grad(self, p: Tensor, value: Tensor | None) -> None:
         self._gradients.write(p, value)

@@ -300,7 +300,7 @@ class Fsdp2Engine(Engine):
         refuse_tracing()
         if not private.KNOWS_TRANSFORMS:
             refuse_transforms("fully_shard of torch below 2.13", "torch>=2.13, units=[]")
-        self._close_windows()
+        self.close_windows()
         if self._phase is Phase.STEP:
             self._transport.unit_begins(index)
         if not self.automatic:
@@ -320,13 +320,13 @@ class Fsdp2Engine(Engine):
         refuse_tracing()
         for group in self._root_groups:
             if not private.is_gathered(group):
-                self._close_windows()
+                self.close_windows()
                 with torch.inference_mode(False):
                     private.unshard(self.root)
             elif not self.automatic:
                 private.follow_requires_grad(group)
 
-    def _close_windows(self) -> None:
+    def close_windows(self) -> None:
         if self.residency.is_open:
             self.residency.end_window()
 
@@ -344,7 +344,7 @@ class Fsdp2Engine(Engine):
                 output = getattr(self.module, method)(*args, **kwargs)
             else:
                 output = self.root(method, *args, **kwargs)
-            self._close_windows()
+            self.close_windows()
             self._transport.forward_ends()
         if self.config.stage == 3 and self.automatic and wants_grad:
             self._last.keep_until_backward()
@@ -369,13 +369,12 @@ class Fsdp2Engine(Engine):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        self.reduces = False
         if self.config.stage == 1:
             private.set_requires_gradient_sync(self._sharded.units, False)
         try:
-            yield
+            with super().no_sync():
+                yield
         finally:
-            self.reduces = True
             private.set_requires_gradient_sync(self._sharded.units, True)
 
     def backward(self, run_backward: Callable[[], None], retains_graph: bool = False) -> None:
@@ -391,7 +390,7 @@ class Fsdp2Engine(Engine):
                     private.pin(group)
         with self._in(Phase.BACKWARD):  # user code inside may touch resharded parameters
             run_backward()
-            self._close_windows()
+            self.close_windows()
         with DisableTorchFunction():
             self._after_backward(retains_graph)
 
@@ -470,15 +469,8 @@ class Fsdp2Engine(Engine):
     def _begin_full(self) -> None:
         self.reshard() if self.automatic else self.settle()
 
-    @contextmanager
-    def _full_step(self, is_running: bool) -> Iterator[None]:
-        self._close_windows()
-        with self.residency.together(is_running):
-            yield
-        self._close_windows()
-
     def sharded_step(self, optimizer: Optimizer, declared: Collection[str]) -> ShardedStep:
-        events = self.settle, self._begin_full, self._full_step
+        events = self.settle, self._begin_full, self.full_step
         shards, states = self._identity.shards, self._store.states
         if self._files is None:
             return ShardedStep(optimizer, Rows(shards, states, *events), declared, self._on_host)
