@@ -38,9 +38,6 @@ class Joined(Optimizer):
         unused = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
         super().__init__([{"params": group} for group in [*groups, list(left)] if group], unused)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        raise AssertionError("users' own optimizers step")
-
 
 @dataclass(frozen=True)
 class Pieces:
