@@ -123,6 +123,17 @@ class Forgets(Zoo):
             p.grad = None
 
 
+class AssignsToFrozen(Zoo):
+    """A frozen parameter that the optimizer holds gets a gradient by hand."""
+
+    def build(self) -> None:
+        super().build()
+        self.net.head.bias.requires_grad_(False)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.net.head.bias.grad = torch.ones(zoo.WIDTH)
+
+
 class Looks(Zoo):
     """The step reads a bias through NumPy. Stage 3 keeps the bias gathered between modules, because it is small."""
 
@@ -178,6 +189,7 @@ CASES: list[tuple[type[Zoo], dict[str, Any], list[dict[str, Any]]]] = [
     (OwnHead, {"accumulate_grad_batches": 2}, [{"stage": 1}, {"stage": 2, **OFFLOAD}]),
     (EndsEarly, {"accumulate_grad_batches": 2, "max_epochs": 2}, [{"stage": 2}, {"stage": 3}]),
     (Forgets, {"accumulate_grad_batches": 2}, [{"stage": 1}, {"stage": 2}, {"stage": 3}]),
+    (AssignsToFrozen, {}, [{"stage": 1}]),
     (Looks, {}, [{"stage": 3}]),
     (ReadsInBackward, {}, [{"stage": 3}]),
     (ShiftsOnOddRanks, {}, [{"stage": 2, **SMALL_BUCKETS}, {"stage": 3}]),
@@ -207,11 +219,15 @@ class Frozen(Heads):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
-def test_unfreezing_during_a_run_is_refused(ranks2) -> None:
-    settings = {"engine": "deepspeed", "stage": 1}
-    for name, text in ranks2(outcome, _train, Frozen, settings, {"max_epochs": 2}):
+@pytest.mark.parametrize(
+    ("make", "stage", "reason"),
+    [(Frozen, 1, "was unfrozen after the run began"), (AssignsToFrozen, 3, "was frozen when the run began")],
+)
+def test_training_a_frozen_parameter_is_refused(ranks2, make, stage, reason) -> None:
+    settings = {"engine": "deepspeed", "stage": stage}
+    for name, text in ranks2(outcome, _train, make, settings, {"max_epochs": 2}):
         assert name == "ValueError"
-        assert "was unfrozen after the run began" in text
+        assert reason in text
         assert "engine='fsdp2'" in text
 
 

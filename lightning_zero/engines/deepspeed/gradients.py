@@ -25,6 +25,10 @@ _NOT_YET = (
     "p.grad is read or assigned between the micro-batches of an accumulation, where DeepSpeed has only partial sums of"
     " gradients at stages 2 and 3: do it in on_before_optimizer_step, or use stage=1 or engine='fsdp2'."
 )
+_NOT_TRAINED = (
+    "p.grad is assigned to a parameter that was frozen when the run began, and that DeepSpeed's stage 3 cannot step:"
+    " train it from the start, or use stage=2 or engine='fsdp2'."
+)
 
 
 class Gradients:
@@ -76,8 +80,13 @@ class Gradients:
         """Implements ``p.grad = value``."""
         shards = self._params.shards
         with DisableTorchFunction():
-            if value is None or shards is None or p not in shards:
+            if value is None:
                 self._clear(p)
+                return
+            if shards is None or p not in shards:
+                if self._params.stage3:
+                    raise ValueError(_NOT_TRAINED)
+                p.grad = value
                 return
             if self._reductions.window_open:
                 if p.grad is None:
