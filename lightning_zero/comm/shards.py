@@ -126,10 +126,10 @@ def before_host_write(tensor: Tensor) -> None:
     """Waits for queued copies from a host shard to the device. Call it before the shard's values change: copies still
     in the queue would read the new values."""
     if is_off_mesh(tensor):
-        _finish_copies(mesh_device(tensor))
+        finish_copies(mesh_device(tensor))
 
 
-def _finish_copies(device: torch.device) -> None:
+def finish_copies(device: torch.device) -> None:
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 

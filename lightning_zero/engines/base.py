@@ -251,9 +251,9 @@ class Engine(ABC):
     def sharded_step(self, optimizer: Optimizer, declared: Collection[str]) -> ShardedStep:
         """Creates the step of ``optimizer`` on this rank's parts."""
 
-    @abstractmethod
     def close_windows(self) -> None:
         """Stores all that user code has written to parameters and gradients."""
+        self.residency.end_window()
 
     @contextmanager
     def full_step(self, is_running: bool) -> Iterator[None]:

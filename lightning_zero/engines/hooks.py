@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -59,5 +60,6 @@ def _overrides(trainer: Any, module: nn.Module, hooks: Iterable[str]) -> bool:
     hooks = list(hooks)
     if any(hasattr(LightningModule, hook) and is_overridden(hook, module) for hook in hooks):
         return True
-    foreign = [c for c in trainer.callbacks if not type(c).__module__.startswith(_NOT_THE_USERS)]
+    theirs = (c for c in trainer.callbacks if type(c).__module__.startswith(_NOT_THE_USERS))
+    foreign = {*trainer.callbacks}.difference(c for c in theirs if not isinstance(c, LambdaCallback))
     return any(hasattr(Callback, hook) and is_overridden(hook, c, parent=Callback) for c in foreign for hook in hooks)

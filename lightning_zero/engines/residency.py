@@ -50,8 +50,6 @@ from lightning_zero.engines.refusals import refuse_tracing, warn_of_views
 from lightning_zero.engines.torch_functions import (
     AS_THEY_ARE,
     IN_PLACE_COLLECTIVES,
-    VIEW_PROPERTIES,
-    VIEWS,
     getters,
     tensors_in,
 )
@@ -63,11 +61,11 @@ from lightning_zero.private.torch import (
     as_traced,
     backwards_inside,
     in_transform,
-    is_in_graph_alone,
     never_a_frame,
     outside_transforms,
     pause_dynamo,
     pytree,
+    set_data,
     storage_key,
     users_of,
     version_of,
@@ -100,7 +98,7 @@ _METADATA = frozenset(
 )
 _OF_DTYPE = frozenset("element_size is_floating_point is_complex is_signed".split())
 """Metadata that is read from the shard: a gathered parameter may have another dtype."""
-_OF_LAYOUT = _OF_DTYPE | frozenset("data_ptr new_empty new_zeros new_ones new_full new_tensor".split())
+_OF_LAYOUT = _OF_DTYPE | frozenset("data_ptr new_empty new_zeros new_ones new_full".split())
 
 _GETTERS_OF_LAYOUT = getters("dtype nbytes itemsize device")
 _GRAD, _DATA, _DEVICE = (getattr(Tensor, name) for name in ("grad", "data", "device"))
@@ -198,9 +196,17 @@ class Store(Protocol):
     def written(self, p: Tensor) -> None:
         """The gathered ``p`` may be written to without a change of its version counter."""
 
-    def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
-        """In a step, a call with the first argument ``first`` computed ``result`` from the gathered ``params``.
-        ``aliases``: ``result`` may share their memory."""
+    def used(self, params: Sequence[Tensor], result: Any, first: Any) -> None:
+        """In a step, a call with the first argument ``first`` computed ``result`` from the gathered ``params``, or a
+        view of them."""
+
+
+def views_of(p: Tensor, result: Any) -> list[Tensor]:
+    """Returns the tensors in ``result``, the result of a call, that share the memory of ``p``."""
+    with DisableTorchFunction():
+        memory = storage_key(p.untyped_storage())
+        found = [] if in_transform() else [t for t in tensors_in((result,)) if t.layout == torch.strided]
+        return [t for t in found if storage_key(t.untyped_storage()) == memory]
 
 
 class Views:
@@ -225,15 +231,11 @@ class Views:
 
     def take(self, p: Tensor, result: Any) -> None:
         """Records the views of the full ``p`` in ``result``, the result of a call that may return some."""
-        with DisableTorchFunction():
-            memory = storage_key(p.untyped_storage())
-            for view in tensors_in((result,)):
-                if not in_transform() and storage_key(view.untyped_storage()) != memory:
-                    continue  # a copy, as p[indices] returns
-                if view.requires_grad:
-                    self._with_graph.setdefault(id(p), []).append(weakref.ref(view))
-                else:
-                    self._aliases.setdefault(id(p), []).append(view.detach())
+        for view in views_of(p, result):
+            if view.requires_grad:
+                self._with_graph.setdefault(id(p), []).append(weakref.ref(view))
+            else:
+                self._aliases.setdefault(id(p), []).append(view.detach())
 
     def moved(self, p: Tensor) -> None:
         """User code has given ``p`` other memory: no view of before follows ``p``, under DDP either."""
@@ -251,9 +253,8 @@ class Views:
         return (id(p) in self._with_graph or id(p) in self._aliases) and self.leave(p, *memory())
 
     def are_held(self, p: Tensor, num_others: int) -> bool:
-        """Whether user code holds the memory of ``p``, in which ``num_others`` tensors are not the engine's own."""
-        in_graph = sum(map(is_in_graph_alone, self._with_graph.get(id(p), ())))
-        return num_others - len(self._aliases.get(id(p), ())) > in_graph
+        """Whether user code or a graph holds memory of ``p``; ``num_others`` tensors there are not the engine's."""
+        return num_others > len(self._aliases.get(id(p), ()))
 
     def leave(self, p: Tensor, storage: Any, num_others: int) -> bool:
         """Leaves ``storage``, the memory of ``p``, to user code that holds it; returns whether any does.
@@ -263,6 +264,8 @@ class Views:
         if is_held := self.are_held(p, num_others):
             views = [view for each in self._with_graph.get(id(p), ()) if (view := each()) is not None]
             views = [*self._aliases.get(id(p), ()), *(view.detach() for view in views)]
+            for view in views:
+                set_data(view, view.new_empty(0))  # keeps the version counter, not the memory
             versions = [(view, version_of(view)) for view in views]
             self._left.append((self._names.get(id(p), "?"), StorageWeakRef(storage), versions))
         self._forget(p)
@@ -326,11 +329,6 @@ class Residency:
         return self._store if key < self._store.states.first else self._store.states
 
     # -- windows -------------------------------------------------------------------------------------------------
-
-    @property
-    def is_open(self) -> bool:
-        """Whether any key is open."""
-        return bool(self._open)
 
     def end_window(self) -> None:
         """Closes all keys."""
@@ -462,6 +460,8 @@ class Residency:
         name = func.__name__
         if name in _METADATA:
             return func(*args, **kwargs)
+        if name == "_cudnn_rnn_flatten_weight":  # for speed alone, it would move parameters out of their memory
+            return None
         if name.endswith("_like") or name in _OF_LAYOUT or func in _GETTERS_OF_LAYOUT:
             return self._of_layout(func, args, kwargs)
         if func in IN_PLACE_COLLECTIVES and own:
@@ -474,15 +474,16 @@ class Residency:
         if self._dumps and name == "detach" and id(first) in own:
             return self._store.shard_of(args[0]).detach()
         self._make_there(keys, away, torch.is_grad_enabled() and func not in _WITHOUT_GRAPH)
+        if func is Tensor.__iter__:
+            return iter(self.call(Tensor.unbind, args, kwargs))
         result = func(*args, **kwargs)
         if func in IN_PLACE_COLLECTIVES:  # they do not increase the version counter
             for p in filter(self._store.is_there, touched):
                 self._store.written(p)
         if touched:
-            if may_alias(func):
-                for p in touched:
-                    self._store.aliased(p, result)
-            self.computed(touched, result, func, first)
+            for p in touched:
+                self._store.aliased(p, result)
+            self.computed(touched, result, first)
         return result
 
     def owns(self, p: Tensor) -> bool:
@@ -525,7 +526,7 @@ class Residency:
             result = func(p)
             store.aliased(p, result)
             if is_there:
-                store.used([p], result, True, p)
+                store.used([p], result, p)
             return result
         raise ValueError(
             f"{func.__name__} on a parameter in a run would never be called, because the gradient is complete only as"
@@ -587,11 +588,11 @@ class Residency:
                 found += self._look_at(value, keys, away)
         return found
 
-    def computed(self, params: Sequence[Tensor], result: Any, func: Any = None, first: Any = None) -> None:
+    def computed(self, params: Sequence[Tensor], result: Any, first: Any = None) -> None:
         """Has the backward of ``result``, which was computed from ``params``, open them again if they are closed by
-        then. ``first`` is the first argument of ``func``."""
+        then. ``first`` is the first argument of the call."""
         if not self._is_between():
-            self._store.used(params, result, func is not None and may_alias(func), first)
+            self._store.used(params, result, first)
         elif torch.is_grad_enabled() and (nodes := {t.grad_fn for t in tensors_in((result,)) if t.grad_fn is not None}):
             opened = (self._open.get(self._store.key_of(p)) for p in params)
             before = partial(self._before_node, params, any(each is not None and not each.by_all for each in opened))
@@ -652,16 +653,6 @@ class _ShowingFull(TorchFunctionMode):
                     store_rows(full, shard)
                     del self._full[number]
                     total -= full.nbytes
-
-
-_ALIASES = VIEWS | {"detach"}
-_PROPERTIES = VIEW_PROPERTIES | {_DATA.__get__}
-
-
-def may_alias(func: Any) -> bool:
-    """Whether the result of ``func`` may share the memory of its argument."""
-    name = func.__name__
-    return name in _ALIASES or (name == "__get__" and func in _PROPERTIES)
 
 
 def store_rows(full: Tensor, sharded: DTensor) -> None:

@@ -1,11 +1,10 @@
-"""Sets of torch functions: those that return views of their arguments, and collectives that write to them."""
+"""Sets of torch functions: getters, and collectives that write to their arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -14,14 +13,6 @@ IN_PLACE_COLLECTIVES: frozenset[Callable[..., Any]] = frozenset(
 )
 """Collectives that leave the same values in their argument on every rank of their group. Before torch 2.13,
 ``broadcast`` is not a torch function, and raises for a sharded parameter."""
-
-VIEWS = frozenset(
-    "view view_as reshape reshape_as flatten unflatten ravel t transpose swapaxes swapdims permute movedim moveaxis"
-    " adjoint narrow select unbind split chunk tensor_split hsplit vsplit dsplit squeeze unsqueeze expand expand_as"
-    " diagonal unfold __getitem__ as_strided alias positive real imag contiguous".split()
-)
-"""Names of functions whose result may share memory with their argument."""
-VIEW_PROPERTIES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
 
 
 def getters(names: str) -> frozenset[Any]:

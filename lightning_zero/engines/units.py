@@ -2,8 +2,8 @@
 
 A *unit* is a module whose parameters are gathered by one collective before its ``forward`` and whose gradients are
 reduced by one collective after its backward. Parameters outside all units belong to the *root* unit, which is gathered
-for the whole step. Parameters that ``fully_shard`` cannot shard (0-dim, empty, non-contiguous, of another dtype than
-their unit's) are *replicated*: full on every rank, with gradients averaged as under DDP.
+for the whole step. Parameters that ``fully_shard`` cannot shard (0-dim, empty, non-contiguous, complex, of another
+dtype than their unit's) are *replicated*: full on every rank, with gradients averaged as under DDP.
 """
 
 from __future__ import annotations
@@ -215,11 +215,16 @@ def _unsplittable(parameters: dict[str, nn.Parameter], full: set[nn.Parameter]) 
     """Names of the parameters that cannot be sharded with this unit."""
     numel: Counter[torch.dtype] = Counter()
     for p in parameters.values():
-        if p.requires_grad:
+        if p.requires_grad and not p.is_complex():
             numel[p.dtype] += p.numel()
     main = numel.most_common(1)[0][0] if numel else None
     return [
         name
         for name, p in parameters.items()
-        if p.dim() == 0 or p.numel() == 0 or not p.is_contiguous() or p in full or (p.requires_grad and p.dtype != main)
+        if p.dim() == 0
+        or p.numel() == 0
+        or not p.is_contiguous()
+        or p in full
+        or (p.requires_grad and p.dtype != main)
+        or p.is_complex()
     ]

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
@@ -42,7 +40,7 @@ TORCH = Library(
         " _C._are_functorch_transforms_active _C._len_torch_dispatch_stack _C._current_graph_task_id"
         " _C._storage_Use_Count _C._dynamo.eval_frame.set_eval_frame UntypedStorage._cdata"
         " ops.aten._local_scalar_dense.default ops.aten.detach.default._schema.is_mutable",
-        "torch:Tensor": "_version _base _use_count _post_accumulate_grad_hooks _make_wrapper_subclass",
+        "torch:Tensor": "_version _base _post_accumulate_grad_hooks _make_wrapper_subclass",
         "torch.nn:Module": "_parameters _buffers _modules _non_persistent_buffers_set _call_impl"
         " _compiled_call_impl _apply",
         "torch.nn": "MultiheadAttention._reset_parameters Transformer._reset_parameters",
@@ -130,15 +128,6 @@ while a ``torch.multiprocessing.reductions.StorageWeakRef`` to the storage is al
 def users_of(storage: Any) -> int:
     """Returns the number of tensors that use ``storage``; there is no public way to ask."""
     return torch._C._storage_Use_Count(storage._cdata) - 1  # the Python object `storage` itself counts as one
-
-
-def is_in_graph_alone(reference: weakref.ref[Tensor]) -> bool:
-    """Whether only autograd, and no Python code, holds a tensor. While C++ holds a tensor, it also holds the tensor's
-    Python object."""
-    if reference() is None:
-        return False
-    # No variable holds the tensor: whether that counts as a reference depends on Python's version. The argument counts.
-    return sys.getrefcount(reference()) - 1 <= 1 < reference()._use_count()  # type: ignore[union-attr]
 
 
 def set_local_tensor(sharded: Any, part: Tensor) -> None:

@@ -96,6 +96,12 @@ def test_a_pattern_that_matches_nothing_names_what_would(pattern):
         plan_units(Model(), [pattern])
 
 
+def test_complex_parameters_are_replicated():
+    model = nn.Linear(2, 2)
+    model.spectrum = nn.Parameter(torch.ones(8, 8, dtype=torch.complex64))  # which NCCL cannot reduce
+    assert list(plan_units(model).replicated) == ["spectrum"]
+
+
 def test_norm_classes_can_be_kept_whole():
     model = Model()
     model.norm = nn.BatchNorm1d(4)

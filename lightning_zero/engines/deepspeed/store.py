@@ -23,7 +23,7 @@ from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.gradients import Gradients
 from lightning_zero.engines.deepspeed.parameters import Parameters, Phase
 from lightning_zero.engines.refusals import require_shape
-from lightning_zero.engines.residency import Residency, States, Views
+from lightning_zero.engines.residency import Residency, States, Views, views_of
 from lightning_zero.engines.torch_functions import tensors_in
 from lightning_zero.private.torch import (
     DisableTorchFunction,
@@ -197,14 +197,13 @@ class DeepSpeedStore:
 
     # -- memory that user code holds -----------------------------------------------------------------------------
 
-    def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
+    def used(self, params: Sequence[Tensor], result: Any, first: Any) -> None:
         if not self._stage3:
             return
         with DisableTorchFunction():
-            if aliases:
-                for p in params:
-                    self._views.take(p, result)
-            elif torch.is_grad_enabled():
+            for p in params:
+                self._views.take(p, result)
+            if torch.is_grad_enabled():
                 before = partial(self._gather_again, params)
                 for node in {t.grad_fn for t in tensors_in((result,)) if t.grad_fn is not None}:
                     node.register_prehook(before)
@@ -251,7 +250,7 @@ class DeepSpeedStore:
     def aliased(self, p: Tensor, alias: Any) -> None:
         key = self._own[id(p)]
         if not self._stage3:
-            self._aliases.setdefault(key, WeakIdKeyDictionary()).update(dict.fromkeys(tensors_in((alias,))))
+            self._aliases.setdefault(key, WeakIdKeyDictionary()).update(dict.fromkeys(views_of(p, alias)))
         elif not self.is_here(key):
             self._views.take(p, alias)
 

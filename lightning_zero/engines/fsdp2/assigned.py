@@ -214,7 +214,7 @@ class AssignedGradients:
         If a backward called by user code inside a step has added to an existing gradient, the existing one is gathered
         and joins the next reduction (collective).
         """
-        full = self.full(known.sharded_param)
+        _, full = self._full.get(id(known.sharded_param), (None, None))
         if private.has_grad(known) and not self._is_backward():
             before = known.sharded_param.grad if full is None else self._take(id(known.sharded_param))[1]
             if before is not None:
@@ -223,11 +223,6 @@ class AssignedGradients:
                     private.add_full_grad(known, gathered(before))
             full = None
         return private.grad_of(known) if full is None else full
-
-    def full(self, shard: Any) -> Tensor | None:
-        """Return the tensor assigned as the gradient of ``shard``, or ``None`` once it is sharded."""
-        found = self._full.get(id(shard))
-        return None if found is None else found[1]
 
     def assign(self, known: private.ShardedParam, value: Tensor | None) -> None:
         """Set the gradient as :meth:`write` does, without the checks for a tensor that was read."""

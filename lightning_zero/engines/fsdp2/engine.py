@@ -66,7 +66,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.peer_memory import PeerMemory
-from lightning_zero.comm.shards import gathered, local, to_host
+from lightning_zero.comm.shards import finish_copies, gathered, local, to_host
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import entries, leave_states
 from lightning_zero.engines.base import Engine, undetached_state_dict
@@ -88,7 +88,6 @@ from lightning_zero.engines.fsdp2.sharding import (
     plan_shards,
     root_owners,
     shard_units,
-    wait_for_host_copies,
 )
 from lightning_zero.engines.fsdp2.store import Fsdp2Store
 from lightning_zero.engines.fsdp2.transport import Transport
@@ -240,8 +239,8 @@ class Fsdp2Engine(Engine):
         private.pin(group)
         private.follow_requires_grad(group)
 
-    def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
-        for p in params if aliases else ():
+    def used(self, params: Sequence[Tensor], result: Any, first: Any) -> None:
+        for p in params:
             self._views.take(p, result)
         if self.config.stage == 3 and torch.is_grad_enabled():
             nodes = [t.grad_fn for t in tensors_in((result,)) if t.grad_fn is not None]
@@ -300,7 +299,7 @@ class Fsdp2Engine(Engine):
         refuse_tracing()
         if not private.KNOWS_TRANSFORMS:
             refuse_transforms("fully_shard of torch below 2.13", "torch>=2.13, units=[]")
-        self.close_windows()
+        self.residency.end_window()
         if self._phase is Phase.STEP:
             self._transport.unit_begins(index)
         if not self.automatic:
@@ -320,15 +319,11 @@ class Fsdp2Engine(Engine):
         refuse_tracing()
         for group in self._root_groups:
             if not private.is_gathered(group):
-                self.close_windows()
+                self.residency.end_window()
                 with torch.inference_mode(False):
                     private.unshard(self.root)
             elif not self.automatic:
                 private.follow_requires_grad(group)
-
-    def close_windows(self) -> None:
-        if self.residency.is_open:
-            self.residency.end_window()
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         wants_grad = torch.is_grad_enabled()
@@ -344,7 +339,7 @@ class Fsdp2Engine(Engine):
                 output = getattr(self.module, method)(*args, **kwargs)
             else:
                 output = self.root(method, *args, **kwargs)
-            self.close_windows()
+            self.residency.end_window()
             self._transport.forward_ends()
         if self.config.stage == 3 and self.automatic and wants_grad:
             self._last.keep_until_backward()
@@ -390,7 +385,7 @@ class Fsdp2Engine(Engine):
                     private.pin(group)
         with self._in(Phase.BACKWARD):  # user code inside may touch resharded parameters
             run_backward()
-            self.close_windows()
+            self.residency.end_window()
         with DisableTorchFunction():
             self._after_backward(retains_graph)
 
@@ -464,7 +459,8 @@ class Fsdp2Engine(Engine):
             self._assigned.settle()
             self.reshard()
             self._views.settle()
-            wait_for_host_copies(self.shards_device, self.device)
+            if self._on_host:
+                finish_copies(self.device)  # of shards to the device: the step writes to the shards
 
     def _begin_full(self) -> None:
         self.reshard() if self.automatic else self.settle()

@@ -33,11 +33,9 @@ class OtherPaths:
 
     def used(self, params: Sequence[Tensor], nodes: Sequence[Node], is_alone: bool) -> None:
         """Prepare ``nodes``, computed from the gathered ``params``; ``is_alone``: from no other trained tensor."""
-        if not self._is_sharded():
-            return
         for group in self._groups_of(params):
-            if is_alone or group not in self._of_root:
-                private.gather_before(group, nodes)
+            for node in nodes if is_alone or group not in self._of_root else ():
+                node.register_prehook(lambda grads, group=group: private.gather_now(group))
 
     def recomputes(self, module: nn.Module) -> None:
         """Gather for ``module``, which is about to recompute its activations. Inner units have their own hooks."""

@@ -8,7 +8,7 @@ parity tests fail if behavior differs. List a new private name in :data:`FULLY_S
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from types import MethodType
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import Node, register_multi_grad_hook
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
@@ -129,16 +129,6 @@ def gather_now(group: Group) -> None:
             group.wait_for_unshard()
 
 
-def gather_before(group: Group, nodes: Iterable[Node]) -> None:
-    """Gather the group before any of the graph's ``nodes`` runs its backward."""
-
-    def gather(grads: Any) -> None:
-        gather_now(group)
-
-    for node in nodes:
-        node.register_prehook(gather)
-
-
 def comm_context(root: nn.Module) -> Any:
     """Return the object that holds the streams of all units below ``root``."""
     return _state(root)._comm_ctx
@@ -201,14 +191,13 @@ def keep_registered(group: Group, originals: Mapping[Tensor, nn.Parameter]) -> N
     for p in group.fsdp_params:
         original = originals[p.sharded_param]
         size, data = group.mesh_info.shard_mesh_size, p._sharded_param_data
-        is_new = not p.all_gather_outputs
         p.init_all_gather_outputs([data.numel()], [p.param_dtype or data.dtype], size, group.device)
         dtype_before = original.grad_dtype
-        set_memory(p, original)
+        p.home = torch.as_strided(p.all_gather_outputs[0], p._orig_size, p._contiguous_orig_stride, storage_offset=0)
+        go_home(p, original)
         if not _WAITS_APART and p.unsharded_grad_dtype != original.grad_dtype:
             p.dtype_before, original.grad_dtype = dtype_before, p.unsharded_grad_dtype
-        if is_new:
-            p.free_unsharded_param()
+        p.free_unsharded_param()
         p._unsharded_param = original
         register(p, original)
         p._setattr_on_modules = p.reset_sharded_param = _stay
@@ -229,12 +218,6 @@ def give_grad_dtype_back(p: ShardedParam, original: nn.Parameter) -> None:
         grad, original.grad = original.grad, None
         original.grad_dtype = p.dtype_before
         original.grad = None if grad is None else grad.to(grad.device, p.dtype_before)
-
-
-def set_memory(p: ShardedParam, original: nn.Parameter) -> None:
-    """Place ``original`` in the memory into which the parameter is gathered: its *home*."""
-    p.home = torch.as_strided(p.all_gather_outputs[0], p._orig_size, p._contiguous_orig_stride, storage_offset=0)
-    go_home(p, original)
 
 
 def go_home(p: ShardedParam, original: Tensor) -> None:
@@ -325,7 +308,7 @@ def register(p: ShardedParam, instead: Any) -> None:
 def grad_of(p: ShardedParam) -> Tensor | None:
     """Return the reduced gradient (sharded); before the reduction this rank's own (full)."""
     grad = p.sharded_param.grad
-    return p._unsharded_param.grad if grad is None else grad
+    return next(iter(_full_grads(p)), None) if grad is None else grad
 
 
 def drop_full_grad(p: ShardedParam) -> None:
@@ -455,7 +438,8 @@ def _let_inputs_change(group: Group) -> None:
     def register(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs: dict[int, Tensor] = {}
         if torch.is_grad_enabled():
-            _map_tensors(lambda t: inputs.setdefault(id(t), t) if t.requires_grad else t, (args, kwargs))
+            # not leaves: they cannot be written to, and a view of a parameter in another unit would have no memory
+            _map_tensors(lambda t: inputs.setdefault(id(t), t) if t.grad_fn is not None else t, (args, kwargs))
         if not inputs:
             return args, kwargs
         views: Sequence[Tensor]
@@ -481,7 +465,8 @@ def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, list):
         value[:] = [_map_tensors(function, each) for each in value]
     elif isinstance(value, dict):
-        value.update((key, _map_tensors(function, each)) for key, each in list(value.items()))
+        for key, each in list(value.items()):
+            value[key] = _map_tensors(function, each)  # not update(), which a ModelOutput of transformers refuses
     elif isinstance(value, tuple):
         items = [_map_tensors(function, each) for each in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -518,18 +503,15 @@ def gather_in_place(group: Group, gather: Gather) -> None:
     streams to order gather and compute.
     """
     process_group, params = group._all_gather_process_group, group.fsdp_params
-    outputs: list[Tensor] = []  # created by the first gather; later gathers only allocate and free their memory
 
-    @_outside_transforms
+    @outside_transforms()
     def unshard(async_op: bool = False) -> None:
         # The same conditions as in FSDPParamGroup.unshard, which this replaces.
         is_not_due = group._training_state == type(group._training_state).PRE_BACKWARD and not group.unshard_in_backward
         if group._all_gather_result is not None or group.is_unsharded or is_not_due:
             return
         shards = [shard for (shard,) in _get_param_all_gather_inputs(params)]
-        for p, shard in zip(params, shards, strict=True) if not outputs else ():
-            p.init_all_gather_outputs([shard.numel()], [shard.dtype], process_group.size(), group.device)
-            outputs.append(p.all_gather_outputs[0])
+        outputs = [p.all_gather_outputs[0] for p in params]
         for p in params:
             p.alloc_all_gather_outputs()
             memory = p.all_gather_outputs[0].untyped_storage()
@@ -544,7 +526,7 @@ def gather_in_place(group: Group, gather: Gather) -> None:
             work = gather(parts, shards, process_group)
         group._all_gather_result = AllGatherResult(outputs[0], None, work, [], [], [])
 
-    @_outside_transforms
+    @outside_transforms()
     def wait_for_unshard() -> None:
         if group._all_gather_result is None:
             return
@@ -597,16 +579,6 @@ def outside_transforms() -> Iterator[None]:
         yield
 
 
-def _outside_transforms(function: Callable[..., None]) -> Callable[..., None]:
-    """Run ``function`` in :func:`outside_transforms`: transforms around a forward must not see gathers."""
-
-    def call(*args: Any, **kwargs: Any) -> None:
-        with outside_transforms():
-            function(*args, **kwargs)
-
-    return call
-
-
 def _await_gather(group: Group) -> None:
     outputs = tuple(output for p in group.fsdp_params for output in p.all_gather_outputs)
     with torch.autograd._unsafe_preserve_version_counter(outputs):  # a gather does not count as a write
@@ -628,7 +600,7 @@ def reduce_now(group: Group) -> None:
 
 def trainable(group: Group) -> list[ShardedParam]:
     """Return the group's parameters that take part in a backward on this rank."""
-    return [p for p in group.fsdp_params if p.sharded_param.requires_grad and hasattr(p, "_unsharded_param")]
+    return [p for p in group.fsdp_params if p.sharded_param.requires_grad]
 
 
 def has_grad(p: ShardedParam) -> bool:
@@ -639,14 +611,12 @@ def has_grad(p: ShardedParam) -> bool:
 def full_bytes(p: ShardedParam) -> tuple[int, int]:
     """Return the allocated bytes of the gathered copy and of full gradients."""
     copies = sum(t.untyped_storage().nbytes() for t in p.all_gather_outputs)
-    if not hasattr(p, "_unsharded_param"):
-        return copies, 0
     return copies, sum(g.numel() * g.element_size() for g in _full_grads(p))
 
 
 def copies(group: Group) -> list[tuple[Tensor, DTensor]]:
-    """Return the gathered copy and the shard of each parameter that has been gathered at least once."""
-    return [(p._unsharded_param, p.sharded_param) for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    """Return the gathered copy and the shard of each parameter."""
+    return [(p._unsharded_param, p.sharded_param) for p in group.fsdp_params]
 
 
 def version(group: Group) -> int:
@@ -661,11 +631,14 @@ def zero_grad(p: ShardedParam) -> None:
 
 
 def accumulate_alike(params: Sequence[ShardedParam]) -> None:
-    """Cast gradients that began with this micro-batch to the dtype of the reduction, in which earlier ones wait.
-
-    Before torch 2.15 a reduction requires a single dtype.
-    """
-    if _WAITS_APART and any(p.unsharded_accumulated_grad is not None for p in params):
+    """Give all gradients one dtype, which a reduction requires before torch 2.15: that in which earlier micro-batches
+    wait, else the parameter's. A graph from a hook, where parameters have full precision, leaves another one."""
+    if not _WAITS_APART:
+        return
+    for full in [p._unsharded_param for p in params]:
+        if full.grad is not None and full.grad.dtype != full.dtype:
+            full.grad = full.grad.to(full.dtype)
+    if any(p.unsharded_accumulated_grad is not None for p in params):
         for p in params:
             if p.unsharded_accumulated_grad is None:
                 p.to_accumulated_grad_if_needed()
@@ -674,7 +647,7 @@ def accumulate_alike(params: Sequence[ShardedParam]) -> None:
 def follow_requires_grad(group: Group) -> None:
     """Copy ``requires_grad`` from the shards, on which ``toggle_optimizer`` acts, to the gathered parameters."""
     for p in group.fsdp_params:
-        if hasattr(p, "_unsharded_param") and p._unsharded_param.requires_grad != p.sharded_param.requires_grad:
+        if p._unsharded_param.requires_grad != p.sharded_param.requires_grad:
             p._unsharded_param.requires_grad_(p.sharded_param.requires_grad)
 
 

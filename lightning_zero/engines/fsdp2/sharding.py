@@ -229,12 +229,3 @@ def offload_policy(config: ZeroConfig, device: torch.device) -> OffloadPolicy:
             " pin_memory unset."
         )
     return CPUOffloadPolicy(pin_memory=device.type != "cpu" if pin_memory is None else pin_memory)
-
-
-def wait_for_host_copies(shards_device: torch.device, device: torch.device) -> None:
-    """Wait for copies of shards to the device, which must end before the step writes to the shards.
-
-    The backward has already waited for its last gradient, so usually only a forward without backward is pending.
-    """
-    if shards_device.type != device.type:
-        torch.get_device_module(device).synchronize(device)

@@ -184,9 +184,14 @@ class Fsdp2Store:
         self._views.moved(p)
         if not private.is_away(known):
             home.leave()  # views taken so far keep the previous values
-            p.detach().copy_(value)
+            p.data.copy_(value)  # as an assignment does, without counting a write for autograd
             self._writes.data_is_taken(p)
             return
+        if value.dtype != known.sharded_param.dtype:
+            raise ValueError(
+                f"{self.name(self.key_of(p))}: p.data = value, or module.to(dtype), in a run cannot change the dtype"
+                f" {known.sharded_param.dtype} to {value.dtype}: convert the module in __init__ or configure_model."
+            )
         if id(known) not in self._elsewhere and home.users()[1] > 0:
             home.leave()
         set_data(p, value.detach())
