@@ -225,7 +225,7 @@ class Views:
         # Taken since the parameter was gathered, by its id. An alias has the memory and the version of a view.
         self._with_graph: dict[int, list[weakref.ref[Tensor]]] = {}
         self._aliases: dict[int, list[Tensor]] = {}
-        self._left: list[tuple[str, StorageWeakRef, list[tuple[Tensor, int]]]] = []  # since the last step
+        self._left: list[tuple[str, StorageWeakRef, list[tuple[Any, int]]]] = []  # since the last step
         self._older: list[tuple[str, StorageWeakRef]] = []  # from the step before
         self._has_warned = False
 
@@ -262,11 +262,13 @@ class Views:
         ``num_others`` is the number of tensors in it that are not the engine's own.
         """
         if is_held := self.are_held(p, num_others):
-            views = [view for each in self._with_graph.get(id(p), ()) if (view := each()) is not None]
-            views = [*self._aliases.get(id(p), ()), *(view.detach() for view in views)]
-            for view in views:
-                set_data(view, view.new_empty(0))  # keeps the version counter, not the memory
-            versions = [(view, version_of(view)) for view in views]
+            versions: list[tuple[Any, int]] = []
+            for each in self._with_graph.get(id(p), ()):  # by weak references: a graph may be gone before the step
+                if (view := each()) is not None:
+                    versions.append((each, version_of(view)))
+            for alias in self._aliases.get(id(p), ()):
+                set_data(alias, alias.new_empty(0))  # keeps the version counter, not the memory
+                versions.append((alias, version_of(alias)))
             self._left.append((self._names.get(id(p), "?"), StorageWeakRef(storage), versions))
         self._forget(p)
         return is_held
@@ -278,8 +280,9 @@ class Views:
             RuntimeError: If one was written to.
         """
         held = [name for name, memory in self._older if not memory.expired()]
-        for name, _, aliases in self._left:
-            if any(version_of(alias) != version for alias, version in aliases):
+        for name, _, versions in self._left:
+            known = [(each() if isinstance(each, weakref.ref) else each, version) for each, version in versions]
+            if any(view is not None and version_of(view) != version for view, version in known):
                 raise RuntimeError(
                     f"parameter {name!r} or a view of it (.data, detach(), a slice) was written to after the hook, or"
                     " the forward of the unit, in which the view was taken. Since then the view has memory of its own:"
