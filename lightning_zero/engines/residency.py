@@ -202,11 +202,11 @@ class Store(Protocol):
 
 
 def views_of(p: Tensor, result: Any) -> list[Tensor]:
-    """Returns the tensors in ``result``, the result of a call, that share the memory of ``p``."""
+    """Returns the other tensors in ``result``, the result of a call, that share the memory of ``p``."""
     with DisableTorchFunction():
         memory = storage_key(p.untyped_storage())
         found = [] if in_transform() else [t for t in tensors_in((result,)) if t.layout == torch.strided]
-        return [t for t in found if storage_key(t.untyped_storage()) == memory]
+        return [t for t in found if t is not p and storage_key(t.untyped_storage()) == memory]
 
 
 class Views:
