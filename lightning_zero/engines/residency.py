@@ -222,9 +222,9 @@ class Views:
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
-        # Taken since the parameter was gathered, by its id. An alias has the memory and the version of a view.
+        # Taken since the parameter was gathered, by its id. An alias has the memory and the version of its view.
         self._with_graph: dict[int, list[weakref.ref[Tensor]]] = {}
-        self._aliases: dict[int, list[Tensor]] = {}
+        self._aliases: dict[int, list[tuple[weakref.ref[Tensor], Tensor]]] = {}
         self._left: list[tuple[str, StorageWeakRef, list[tuple[Any, int]]]] = []  # since the last step
         self._older: list[tuple[str, StorageWeakRef]] = []  # from the step before
         self._has_warned = False
@@ -235,7 +235,7 @@ class Views:
             if view.requires_grad:
                 self._with_graph.setdefault(id(p), []).append(weakref.ref(view))
             else:
-                self._aliases.setdefault(id(p), []).append(view.detach())
+                self._aliases.setdefault(id(p), []).append((weakref.ref(view), view.detach()))
 
     def moved(self, p: Tensor) -> None:
         """User code has given ``p`` other memory: no view of before follows ``p``, under DDP either."""
@@ -266,9 +266,10 @@ class Views:
             for each in self._with_graph.get(id(p), ()):  # by weak references: a graph may be gone before the step
                 if (view := each()) is not None:
                     versions.append((each, version_of(view)))
-            for alias in self._aliases.get(id(p), ()):
-                set_data(alias, alias.new_empty(0))  # keeps the version counter, not the memory
-                versions.append((alias, version_of(alias)))
+            for each, alias in self._aliases.get(id(p), ()):
+                if each() is not None:  # else nobody can write to it any more
+                    set_data(alias, alias.new_empty(0))  # keeps the version counter, not the memory
+                    versions.append((alias, version_of(alias)))
             self._left.append((self._names.get(id(p), "?"), StorageWeakRef(storage), versions))
         self._forget(p)
         return is_held
@@ -465,6 +466,9 @@ class Residency:
             return func(*args, **kwargs)
         if name == "_cudnn_rnn_flatten_weight":  # for speed alone, it would move parameters out of their memory
             return None
+        if name == "new_tensor":  # reads the values of its arguments alone
+            self.touch([*args[1:], *kwargs.values()])
+            return func(self._of_layout(Tensor.new_empty, (first, 0), {}), *args[1:], **kwargs)
         if name.endswith("_like") or name in _OF_LAYOUT or func in _GETTERS_OF_LAYOUT:
             return self._of_layout(func, args, kwargs)
         if func in IN_PLACE_COLLECTIVES and own:

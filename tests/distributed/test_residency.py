@@ -289,7 +289,7 @@ class _StoresALoss(nn.Module):
         self.rows = nn.Parameter(torch.randn(4, zoo.WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + torch.tanh(x @ self.rows.T @ self.rows)
+        x = x + torch.tanh(x @ self.rows.T @ self.rows) / (1 + self.rows.detach().abs().max())
         self.aux = sum(row.square().sum() for row in self.rows)
         return x
 

@@ -250,7 +250,9 @@ class DeepSpeedStore:
     def aliased(self, p: Tensor, alias: Any) -> None:
         key = self._own[id(p)]
         if not self._stage3:
-            self._aliases.setdefault(key, WeakIdKeyDictionary()).update(dict.fromkeys(views_of(p, alias)))
+            # the buffer holds other parameters, too
+            own = (view for view in views_of(p, alias) if 0 <= view.data_ptr() - p.data_ptr() < max(p.nbytes, 1))
+            self._aliases.setdefault(key, WeakIdKeyDictionary()).update(dict.fromkeys(own))
         elif not self.is_here(key):
             self._views.take(p, alias)
 
