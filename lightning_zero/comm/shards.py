@@ -130,6 +130,7 @@ def before_host_write(tensor: Tensor) -> None:
 
 
 def finish_copies(device: torch.device) -> None:
+    """Waits for all copies between host memory and ``device``."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 

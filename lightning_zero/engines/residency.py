@@ -197,8 +197,8 @@ class Store(Protocol):
         """The gathered ``p`` may be written to without a change of its version counter."""
 
     def used(self, params: Sequence[Tensor], result: Any, first: Any) -> None:
-        """In a step, a call with the first argument ``first`` computed ``result`` from the gathered ``params``, or a
-        view of them."""
+        """In a step, a call with the first argument ``first`` computed ``result`` from the gathered ``params``.
+        ``result`` may hold views of them."""
 
 
 def views_of(p: Tensor, result: Any) -> list[Tensor]:

@@ -56,6 +56,7 @@ class Gradients:
         return self._seen[p][0]
 
     def opened(self, p: Tensor, full: Tensor) -> None:
+        """Takes ``full``, the assembled gradient of ``p``, as the one that user code reads."""
         self._seen[p] = full, False
 
     def is_held(self, p: Tensor) -> bool:

@@ -251,8 +251,8 @@ class DeepSpeedStore:
         key = self._own[id(p)]
         if not self._stage3:
             # the buffer holds other parameters, too
-            own = (view for view in views_of(p, alias) if 0 <= view.data_ptr() - p.data_ptr() < max(p.nbytes, 1))
-            self._aliases.setdefault(key, WeakIdKeyDictionary()).update(dict.fromkeys(own))
+            if own := [view for view in views_of(p, alias) if 0 <= view.data_ptr() - p.data_ptr() < max(p.nbytes, 1)]:
+                self._aliases.setdefault(key, WeakIdKeyDictionary()).update(dict.fromkeys(own))
         elif not self.is_here(key):
             self._views.take(p, alias)
 

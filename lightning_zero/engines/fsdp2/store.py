@@ -189,7 +189,7 @@ class Fsdp2Store:
             return
         if value.dtype != known.sharded_param.dtype:
             raise ValueError(
-                f"{self.name(self.key_of(p))}: p.data = value, or module.to(dtype), in a run cannot change the dtype"
+                f"{self.name(self.key_of(p))}: p.data = value or module.to(dtype) in a run cannot change the dtype from"
                 f" {known.sharded_param.dtype} to {value.dtype}: convert the module in __init__ or configure_model."
             )
         if id(known) not in self._elsewhere and home.users()[1] > 0:
