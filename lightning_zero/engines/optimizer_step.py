@@ -117,8 +117,8 @@ class ShardedStep:
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Runs ``optimizer.step`` once. For a step on parts ``closure`` is evaluated first; otherwise the optimizer
         calls it."""
-        takes_closure = "closure" in inspect.signature(type(self.optimizer).step).parameters
-        if closure is not None and takes_closure and not self.is_elementwise:
+        step = type(self.optimizer).step
+        if closure is not None and not self.is_elementwise and "closure" in inspect.signature(step).parameters:
             return self._step_with(closure, **kwargs)
         with self.stepping(closure) as losses:
             result = self.optimizer.step(**kwargs)
@@ -179,12 +179,13 @@ class ShardedStep:
             pairs = [(p, part) for p in held if (part := self._parts.of(p)) is not None]
             shown: dict[int, tuple[Tensor, Tensor]] = {}
             self._hold(dict(pairs))
-            shares_attributes = self.is_elementwise and not is_known(self.optimizer)
+            is_elementwise = self.is_elementwise
+            shares_attributes = is_elementwise and not is_known(self.optimizer)
             for p, part in pairs:
                 part.grad = self._parts.grad(p, part)
                 if shares_attributes and type(part) is Tensor:  # a subclass keeps its inner tensors in the same dict
                     vars(part).update(self._parts.attributes(p))
-                if self.is_elementwise and p in self.optimizer.state:
+                if is_elementwise and p in self.optimizer.state:
                     self._enter_states(p, part, shown)
             try:
                 with self._fused():
