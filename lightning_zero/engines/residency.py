@@ -32,13 +32,15 @@ An engine provides a :class:`Store`; this file depends on nothing else of it.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -67,6 +69,7 @@ from lightning_zero.private.torch import (
     pytree,
     set_data,
     storage_key,
+    takes_saved_tensors_hooks,
     users_of,
     version_of,
 )
@@ -100,6 +103,11 @@ _OF_DTYPE = frozenset("element_size is_floating_point is_complex is_signed".spli
 """Metadata that is read from the shard: a gathered parameter may have another dtype."""
 _OF_LAYOUT = _OF_DTYPE | frozenset("data_ptr new_empty new_zeros new_ones new_full".split())
 
+_NEW_MEMORY = frozenset(
+    "linear bilinear embedding layer_norm rms_norm group_norm batch_norm instance_norm conv1d conv2d conv3d mm addmm"
+    " matmul __matmul__ __rmatmul__ bmm mul __mul__ __rmul__ add __add__ __radd__ sub __sub__ __rsub__".split()
+)
+"""Functions whose result is never a view. A name that is missing costs time only."""
 _GETTERS_OF_LAYOUT = getters("dtype nbytes itemsize device")
 _GRAD, _DATA, _DEVICE = (getattr(Tensor, name) for name in ("grad", "data", "device"))
 _ASSIGN_GRAD = (_GRAD.__set__, _GRAD.__delete__)
@@ -112,6 +120,8 @@ _OF_A_PARAMETER: frozenset[Any] = frozenset(
 """Functions that need other code for a user parameter than for a plain tensor."""
 _PLAIN = frozenset([Tensor, int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size])
 """Types of arguments of most calls; none of them is or holds a parameter."""
+_WITHOUT_VERSION = IN_PLACE_COLLECTIVES | {_DATA.__get__}
+"""Functions after which a write may not have increased the version counter of a parameter."""
 _WITHOUT_GRAPH = (_DATA.__get__, Tensor.detach)
 
 
@@ -136,6 +146,9 @@ class Store(Protocol):
 
     only_brings: bool
     """Whether inside a step a parameter can only be brought, not opened."""
+
+    views: Views
+    """Views of parameters that user code has taken."""
 
     @property
     def states(self) -> States:
@@ -196,9 +209,9 @@ class Store(Protocol):
     def written(self, p: Tensor) -> None:
         """The gathered ``p`` may be written to without a change of its version counter."""
 
-    def used(self, params: Sequence[Tensor], result: Any, first: Any) -> None:
-        """In a step, a call with the first argument ``first`` computed ``result`` from the gathered ``params``.
-        ``result`` may hold views of them."""
+    refill: Callable[[Tensor], None] | None
+    """Gathers a parameter again for the backward of an operator that used it in a step, if its unit's own backward has
+    not; ``None`` if parameters stay gathered until the backward is over."""
 
 
 def views_of(p: Tensor, result: Any) -> list[Tensor]:
@@ -218,39 +231,88 @@ class Views:
 
     Args:
         names: ``id`` of each user parameter -> its name.
+        refill: Gathers a parameter in its place, in a backward; ``None`` if its memory cannot be freed before.
+
+    Attributes:
+        parameter_of: ``id`` of each view that user code has taken in this step -> its parameter.
     """
 
-    def __init__(self, names: Mapping[int, str]) -> None:
-        self._names = names
+    def __init__(self, names: Mapping[int, str], refill: Callable[[Tensor], None] | None = None) -> None:
+        self._names, self.refill = names, refill
+        self.parameter_of: dict[int, Tensor] = {}
         # Taken since the parameter was gathered, by its id. An alias has the memory and the version of its view.
         self._with_graph: dict[int, list[weakref.ref[Tensor]]] = {}
         self._aliases: dict[int, list[tuple[weakref.ref[Tensor], Tensor]]] = {}
         self._left: list[tuple[str, StorageWeakRef, list[tuple[Any, int]]]] = []  # since the last step
         self._older: list[tuple[str, StorageWeakRef]] = []  # from the step before
+        self._num_moves: Counter[Tensor | None] = Counter()
         self._has_warned = False
 
-    def take(self, p: Tensor, result: Any) -> None:
+    def take(self, p: Tensor, result: Any, in_step: bool = False) -> None:
         """Records the views of the full ``p`` in ``result``, the result of a call that may return some."""
         for view in views_of(p, result):
+            if in_step:
+                self.parameter_of[id(view)] = p
+            reference = weakref.ref(view, partial(self._is_gone, id(view)))
             if view.requires_grad:
-                self._with_graph.setdefault(id(p), []).append(weakref.ref(view))
+                self._with_graph.setdefault(id(p), []).append(reference)
             else:
-                self._aliases.setdefault(id(p), []).append((weakref.ref(view), view.detach()))
+                self._aliases.setdefault(id(p), []).append((reference, view.detach()))
+
+    def _is_gone(self, number: int, reference: Any) -> None:
+        self.parameter_of.pop(number, None)
 
     def moved(self, p: Tensor) -> None:
         """User code has given ``p`` other memory: no view of before follows ``p``, under DDP either."""
         self._forget(p)
+        self._num_moves[p] += 1
         name = self._names.get(id(p), "?")
         self._left = [each for each in self._left if each[0] != name]
         self._older = [each for each in self._older if each[0] != name]
 
     def _forget(self, p: Tensor) -> None:
-        self._with_graph.pop(id(p), None)
-        self._aliases.pop(id(p), None)
+        taken = [*self._with_graph.pop(id(p), ()), *(each for each, _ in self._aliases.pop(id(p), ()))]
+        for reference in taken:
+            if (view := reference()) is not None:
+                self.parameter_of.pop(id(view), None)
 
     def leave_in_step(self, p: Tensor, memory: Callable[[], tuple[Any, int]]) -> bool:
-        """As :meth:`leave`, for a ``p`` that is about to be dropped, whose memory graphs hold as well."""
+        """As :meth:`leave`, for a ``p`` that is about to be dropped. Graphs of calls without hooks hold memory, too."""
         return (id(p) in self._with_graph or id(p) in self._aliases) and self.leave(p, *memory())
+
+    def computing(self, params: Sequence[Tensor]) -> AbstractContextManager[Any]:
+        """Context of a call with ``params`` or views of them, whose graph then gathers views again instead of holding
+        their memory. Hooks that are on already, as in a recomputation, decide themselves what a graph holds."""
+        if self.refill is None or not any(id(p) in self._with_graph or id(p) in self._aliases for p in params):
+            return nullcontext()
+        if in_transform() or not takes_saved_tensors_hooks():
+            return nullcontext()
+        return saved_tensors_hooks(partial(self._pack, params), self._unpack)
+
+    def _pack(self, params: Sequence[Tensor], tensor: Tensor) -> Any:
+        with DisableTorchFunction():
+            kept, place = tensor.detach(), None  # they share a version counter
+            if tensor.layout == torch.strided and not (tensor.is_conj() or tensor.is_neg()):
+                memory = storage_key(tensor.untyped_storage())
+                for p in params:
+                    if storage_key(p.untyped_storage()) == memory:
+                        place = p, self._num_moves[p], tensor.storage_offset(), tensor.size(), tensor.stride()
+                        set_data(kept, kept.new_empty(0))
+            return kept, version_of(kept), place
+
+    def _unpack(self, packed: Any) -> Tensor:
+        kept, version, place = packed
+        p, num_moves, *where = place or (None, 0)
+        if version_of(kept) != version or num_moves != self._num_moves[p]:
+            raise RuntimeError(
+                "a step computed with a view of a parameter, and before the backward it wrote to a tensor of that call"
+                " in place, or assigned p.data: compute with view.clone()."
+            )
+        if p is None:
+            return kept  # type: ignore[no-any-return]
+        with DisableTorchFunction():
+            self.refill(p)  # type: ignore[misc]
+            return kept.new_empty(0).set_(p.untyped_storage(), *where)  # type: ignore[no-any-return]
 
     def are_held(self, p: Tensor, num_others: int) -> bool:
         """Whether user code or a graph holds memory of ``p``; ``num_others`` tensors there are not the engine's."""
@@ -326,6 +388,7 @@ class Residency:
         self._budget_bytes = budget_bytes
         self._open: dict[int, _Open] = {}  # in the order of opening
         self._dumps = self._is_together = False
+        self._parameter_of = store.views.parameter_of
         self.mode = Mode(self)
         store.states.residency = self
 
@@ -449,7 +512,9 @@ class Residency:
 
     def passes(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> bool:
         """Whether a call has nothing to do with parameters, as far as a look at its arguments' types shows."""
-        return not kwargs and _PLAIN.issuperset(map(type, args)) and func not in _WATCHED
+        if kwargs or func in _WATCHED or not _PLAIN.issuperset(map(type, args)):
+            return False
+        return not self._parameter_of or self._parameter_of.keys().isdisjoint(map(id, args))
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs ``func(*args, **kwargs)``, a call in user code, on open tensors."""
@@ -478,19 +543,23 @@ class Residency:
         touched = self._look_at([*args, *kwargs.values()], keys, away)
         if not (touched or keys):
             return func(*args, **kwargs)
+        if len(touched) > 1:  # perhaps many views of one parameter
+            touched = list({id(p): p for p in touched}.values())
         if self._dumps and name == "detach" and id(first) in own:
             return self._store.shard_of(args[0]).detach()
         self._make_there(keys, away, torch.is_grad_enabled() and func not in _WITHOUT_GRAPH)
         if func is Tensor.__iter__:
             return iter(self.call(Tensor.unbind, args, kwargs))
-        result = func(*args, **kwargs)
-        if func in IN_PLACE_COLLECTIVES:  # they do not increase the version counter
+        with self._store.views.computing(touched):
+            result = func(*args, **kwargs)
+        if func in _WITHOUT_VERSION:
             for p in filter(self._store.is_there, touched):
                 self._store.written(p)
         if touched:
-            for p in touched:
-                self._store.aliased(p, result)
-            self.computed(touched, result, first)
+            if name not in _NEW_MEMORY:
+                for p in touched:
+                    self._store.aliased(p, result)
+            self._computed(touched, result)
         return result
 
     def owns(self, p: Tensor) -> bool:
@@ -505,8 +574,10 @@ class Residency:
             if given or gradients:
                 self.touch([*given, *gradients], brings=torch.is_grad_enabled())
             result = graph(*args)
+            for p in given:
+                self._store.aliased(p, result)
             if given:
-                self.computed(given, result)
+                self._computed(given, result)
         return result
 
     def _of_a_parameter(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -528,12 +599,10 @@ class Residency:
             if self._dumps:
                 return store.shard_of(p).detach()
             self.touch([p])
-            if is_there := store.is_there(p):
+            if store.is_there(p):
                 store.written(p)
             result = func(p)
             store.aliased(p, result)
-            if is_there:
-                store.used([p], result, p)
             return result
         raise ValueError(
             f"{func.__name__} on a parameter in a run would never be called, because the gradient is complete only as"
@@ -573,13 +642,15 @@ class Residency:
         return int(tensor.data_ptr())
 
     def _look_at(self, values: Iterable[Any], keys: dict[int, None], away: list[Tensor]) -> list[Tensor]:
-        """Returns the user's parameters among ``values``. Adds resharded ones to ``away``, and the keys of closed
-        gradients and states to ``keys``."""
+        """Returns the user's parameters among ``values``, and those of views. Adds resharded ones to ``away``, and the
+        keys of closed gradients and states to ``keys``."""
         own, store = self._store.own, self._store
         found: list[Tensor] = []
         for value in values:
             kind = type(value)
             if kind is Tensor:
+                if id(value) in self._parameter_of:
+                    found.append(self._parameter_of[id(value)])
                 continue
             if id(value) in own:
                 found.append(value)
@@ -595,16 +666,27 @@ class Residency:
                 found += self._look_at(value, keys, away)
         return found
 
-    def computed(self, params: Sequence[Tensor], result: Any, first: Any = None) -> None:
-        """Has the backward of ``result``, which was computed from ``params``, open them again if they are closed by
-        then. ``first`` is the first argument of the call."""
-        if not self._is_between():
-            self._store.used(params, result, first)
-        elif torch.is_grad_enabled() and (nodes := {t.grad_fn for t in tensors_in((result,)) if t.grad_fn is not None}):
-            opened = (self._open.get(self._store.key_of(p)) for p in params)
-            before = partial(self._before_node, params, any(each is not None and not each.by_all for each in opened))
+    def _computed(self, params: Sequence[Tensor], result: Any) -> None:
+        """Has each operator of ``result``, a call with ``params``, gather them again, if needed, before its backward.
+
+        A unit gathers its parameters when gradients of its output arrive. A term that a layer keeps (a router's
+        auxiliary loss), features that a hook captures, and outputs in objects that are not containers of tensors start
+        their backward without that, perhaps before it. A window may be over by then.
+        """
+        in_step = not self._is_between()
+        if (in_step and self._store.refill is None) or not torch.is_grad_enabled():
+            return
+        nodes = {t.grad_fn for t in tensors_in((result,)) if t.grad_fn is not None}
+        if nodes:
+            opened = () if in_step else (self._open.get(self._store.key_of(p)) for p in params)
+            alone = any(each is not None and not each.by_all for each in opened)
+            before = partial(self._refill, params) if in_step else partial(self._before_node, params, alone)
             for node in nodes:
                 node.register_prehook(before)
+
+    def _refill(self, params: Sequence[Tensor], grads: Any) -> None:
+        for p in params:
+            self._store.refill(p)  # type: ignore[misc]
 
     def _before_node(self, params: Sequence[Tensor], alone: bool, grads: Any) -> None:
         """Opens ``params`` for a backward in user code; their window may be over."""

@@ -38,7 +38,8 @@ TORCH = Library(
     {
         "torch": "_C.DisableTorchFunction _C._EnableTorchFunction _C._disabled_torch_function_impl"
         " _C._are_functorch_transforms_active _C._len_torch_dispatch_stack _C._current_graph_task_id"
-        " _C._storage_Use_Count _C._dynamo.eval_frame.set_eval_frame UntypedStorage._cdata"
+        " _C._storage_Use_Count UntypedStorage._cdata _C._dynamo.eval_frame.set_eval_frame"
+        " _C._autograd._top_saved_tensors_default_hooks _C._autograd._saved_tensors_hooks_is_enabled"
         " ops.aten._local_scalar_dense.default ops.aten.detach.default._schema.is_mutable",
         "torch:Tensor": "_version _base _post_accumulate_grad_hooks _make_wrapper_subclass",
         "torch.nn:Module": "_parameters _buffers _modules _non_persistent_buffers_set _call_impl"
@@ -128,6 +129,13 @@ while a ``torch.multiprocessing.reductions.StorageWeakRef`` to the storage is al
 def users_of(storage: Any) -> int:
     """Returns the number of tensors that use ``storage``; there is no public way to ask."""
     return torch._C._storage_Use_Count(storage._cdata) - 1  # the Python object `storage` itself counts as one
+
+
+def takes_saved_tensors_hooks() -> bool:
+    """Whether hooks for the tensors that autograd saves are allowed, and none are on, as in a recomputed module; there
+    is no public way to ask."""
+    home: Any = torch._C._autograd
+    return home._saved_tensors_hooks_is_enabled() and home._top_saved_tensors_default_hooks(True) is None
 
 
 def set_local_tensor(sharded: Any, part: Tensor) -> None:

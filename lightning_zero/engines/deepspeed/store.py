@@ -11,7 +11,6 @@ gathered into memory of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from lightning_zero.engines.deepspeed.gradients import Gradients
 from lightning_zero.engines.deepspeed.parameters import Parameters, Phase
 from lightning_zero.engines.refusals import require_shape
 from lightning_zero.engines.residency import Residency, States, Views, views_of
-from lightning_zero.engines.torch_functions import tensors_in
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     set_data,
@@ -61,7 +59,8 @@ class DeepSpeedStore:
         before_bring: Callable[[Tensor], None],
     ) -> None:
         self._stage3 = params.stage3
-        self._views = views
+        self.refill: Callable[[Tensor], None] | None = self._refill if params.stage3 else None
+        self.views = views
         self._params: list[Any] = list(params.held)
         self._own: dict[int, int] = {id(p): key for key, p in enumerate(params.held)}  # id of a parameter -> its key
         self._aliases: dict[int, Any] = {}  # stages 1 and 2: key -> its views, a WeakIdKeyDictionary used as a set
@@ -145,7 +144,7 @@ class DeepSpeedStore:
         if key >= len(self._params):
             return self._gradients.is_held(self._params[key - len(self._params)])
         p = self._params[key]
-        return not self.is_here(key) and self._views.are_held(p, users_of(p.untyped_storage()) - 1)
+        return not self.is_here(key) and self.views.are_held(p, users_of(p.untyped_storage()) - 1)
 
     def close(self, key: int) -> None:
         if key >= len(self._params):
@@ -156,7 +155,7 @@ class DeepSpeedStore:
         if not self.is_here(key):
             storage = p.untyped_storage()
             private.free(p)
-            self._views.leave(p, storage, users_of(storage))
+            self.views.leave(p, storage, users_of(storage))
 
     # -- writes --------------------------------------------------------------------------------------------------
 
@@ -197,20 +196,8 @@ class DeepSpeedStore:
 
     # -- memory that user code holds -----------------------------------------------------------------------------
 
-    def used(self, params: Sequence[Tensor], result: Any, first: Any) -> None:
-        if not self._stage3:
-            return
-        with DisableTorchFunction():
-            for p in params:
-                self._views.take(p, result)
-            if torch.is_grad_enabled():
-                before = partial(self._gather_again, params)
-                for node in {t.grad_fn for t in tensors_in((result,)) if t.grad_fn is not None}:
-                    node.register_prehook(before)
-
-    def _gather_again(self, params: Sequence[Tensor], grads: Any) -> None:
-        """Is called before a node of autograd that may have saved ``params``; their module's backward may not run."""
-        self.residency.touch(params, brings=True)
+    def _refill(self, p: Tensor) -> None:
+        self.residency.touch([p], brings=True)
 
     def before_free(self, p: Tensor) -> None:
         """Is called before DeepSpeed frees the memory of ``p``."""
@@ -218,7 +205,7 @@ class DeepSpeedStore:
         self.residency.close(key)
         if self._is_written(key, p) or _is_numpys(p.untyped_storage()):
             self._store(p)
-        self._views.leave_in_step(p, lambda: (p.untyped_storage(), users_of(p.untyped_storage()) - 1))
+        self.views.leave_in_step(p, lambda: (p.untyped_storage(), users_of(p.untyped_storage()) - 1))
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -253,8 +240,8 @@ class DeepSpeedStore:
             # the buffer holds other parameters, too
             if own := [view for view in views_of(p, alias) if 0 <= view.data_ptr() - p.data_ptr() < max(p.nbytes, 1)]:
                 self._aliases.setdefault(key, WeakIdKeyDictionary()).update(dict.fromkeys(own))
-        elif not self.is_here(key):
-            self._views.take(p, alias)
+        elif not (self._module.is_between() and self.is_here(key)):
+            self.views.take(p, alias)
 
     def assign_data(self, p: Tensor, value: Tensor) -> None:
         require_shape("data", p, value)
@@ -262,7 +249,7 @@ class DeepSpeedStore:
             return
         key, shards = self._own[id(p)], self._module.shards
         if self._stage3 or shards is None or p not in shards:
-            self._views.moved(p)
+            self.views.moved(p)
             set_data(p, value.detach())
         elif not self._module.is_between():
             raise ValueError(

@@ -49,7 +49,7 @@ This is the path of an accelerator, and of the CPU with ``transport="torch"``: c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum, auto
 from functools import partial
@@ -59,6 +59,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -76,7 +77,6 @@ from lightning_zero.engines.fsdp2.assigned import AssignedGradients
 from lightning_zero.engines.fsdp2.cpu import Direct
 from lightning_zero.engines.fsdp2.files import FileShards
 from lightning_zero.engines.fsdp2.identity import Identity
-from lightning_zero.engines.fsdp2.other_paths import OtherPaths
 from lightning_zero.engines.fsdp2.parts import Rows
 from lightning_zero.engines.fsdp2.sharding import (
     Marks,
@@ -106,11 +106,7 @@ from lightning_zero.engines.refusals import (
     refuse_transforms,
 )
 from lightning_zero.engines.residency import Views
-from lightning_zero.engines.torch_functions import tensors_in
-from lightning_zero.private.torch import (
-    DisableTorchFunction,
-    DisableTorchFunctionSubclass,
-)
+from lightning_zero.private.torch import DisableTorchFunction, DisableTorchFunctionSubclass, outside_modes
 
 
 class Phase(Enum):
@@ -162,7 +158,7 @@ class Fsdp2Engine(Engine):
         plan = plan_shards(module, self.mesh, self.config, self.dtypes, self.device)
         self._forwards = Forwards(
             *(self.config.activation_checkpointing, self.config.compile, module, plan.blocks, self.device),
-            before=lambda m: self._other_paths.recomputes(m),
+            before=self._before_recomputation,
         )
         self._transport = choose_transport(self.config, self.device, self.mesh)
         return plan
@@ -185,14 +181,13 @@ class Fsdp2Engine(Engine):
         in_backward, accumulates = lambda: self._phase is Phase.BACKWARD, lambda: self._is_accumulating
         self._assigned = AssignedGradients(self.config.stage, accumulates, in_backward)
         names = {id(p): name for name, p in self.module.named_parameters()}
-        self._views = Views(names)
+        self._views = Views(names, self.refill if self.config.stage == 3 else None)
         self._writes = Writes(self._groups, self._views, self.shards_change, self.shards_have_changed)
         self._store = Fsdp2Store(
             self._identity.own, self._groups, self._assigned, self._writes, self._views, names, self
         )
         self.reside(self._store, lambda: self._phase is Phase.BETWEEN)
         self._assigned.residency = self.residency
-        self._other_paths = OtherPaths(sharded.units, self._identity, self._is_in_step)
 
     def _register_hooks(self, sharded: Sharded) -> None:
         """Register every engine hook: on groups of ``fully_shard``, units, modules, torch.func, copies and graphs."""
@@ -239,14 +234,21 @@ class Fsdp2Engine(Engine):
         private.pin(group)
         private.follow_requires_grad(group)
 
-    def used(self, params: Sequence[Tensor], result: Any, first: Any) -> None:
-        for p in params:
-            self._views.take(p, result)
-        if self.config.stage == 3 and torch.is_grad_enabled():
-            nodes = [t.grad_fn for t in tensors_in((result,)) if t.grad_fn is not None]
-            if nodes:
-                others = isinstance(first, Tensor) and id(first) not in self._identity.own and first.requires_grad
-                self._other_paths.used(params, nodes, is_alone=not others)
+    def refill(self, p: Tensor) -> None:
+        group = self._identity.group_of[id(p)]
+        private.gather_now(group)
+        if torch.is_grad_enabled():  # the backward has a graph of its own, whose backward no hook precedes
+            private.pin(group)
+
+    def _before_recomputation(self, module: nn.Module) -> None:
+        """Gather what ``module`` computes with when it runs in the backward; its inner units have their own hooks."""
+        if self._is_in_step():
+            inner = {*module.modules()} - {module}
+            found = dict.fromkeys(self._identity.group_of.get(id(p)) for p in module.parameters())
+            for group in found:
+                if group is not None and self.units[self._unit_of[group]] not in inner:
+                    with outside_modes():  # the mode of selective recomputation counts operators
+                        private.gather_now(group)
 
     def _is_in_step(self) -> bool:
         return self._phase in (Phase.STEP, Phase.BACKWARD)
@@ -465,8 +467,16 @@ class Fsdp2Engine(Engine):
     def _begin_full(self) -> None:
         self.reshard() if self.automatic else self.settle()
 
+    def _stepped(self, optimizer: Optimizer) -> None:
+        """Have a backward through a graph from before the step raise, as under DDP."""
+        shards = self._identity.shards
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        with DisableTorchFunction():
+            increment_version([p for p in held if (shard := shards.get(p)) is not None and shard.grad is not None])
+        self._writes.disregard()
+
     def sharded_step(self, optimizer: Optimizer, declared: Collection[str]) -> ShardedStep:
-        events = self.settle, self._begin_full, self.full_step
+        events = self.settle, self._begin_full, self.full_step, self._stepped
         shards, states = self._identity.shards, self._store.states
         if self._files is None:
             return ShardedStep(optimizer, Rows(shards, states, *events), declared, self._on_host)

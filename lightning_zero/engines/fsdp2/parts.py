@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.later import full_value
 from lightning_zero.comm.shards import as_shard, local, mesh_device, shard_like
@@ -24,7 +23,7 @@ class Rows:
         shards: The user's parameters -> their shards.
         states: Shows states to user code.
         keep: Moves a state to its file, with offload to NVMe.
-        settle, begin_full, full_step: Methods of the engine.
+        settle, begin_full, full_step, stepped: Methods of the engine.
     """
 
     def __init__(
@@ -34,10 +33,11 @@ class Rows:
         settle: Callable[[], None],
         begin_full: Callable[[], None],
         full_step: Callable[[bool], AbstractContextManager[None]],
+        stepped: Callable[[Any], None],
         keep: Callable[[Tensor], Tensor] = lambda state: state,
     ) -> None:
         self._shards, self._states, self._keep = shards, states, keep
-        self.settle, self.begin_full, self.full_step = settle, begin_full, full_step
+        self.settle, self.begin_full, self.full_step, self.stepped = settle, begin_full, full_step, stepped
 
     def of(self, p: Tensor) -> Tensor | None:
         shard = self._shards.get(p)
@@ -52,9 +52,6 @@ class Rows:
 
     def store_grad(self, p: Tensor, grad: Tensor) -> None:
         """Do nothing: :meth:`grad` returns the engine's gradient itself, not a copy."""
-
-    def stepped(self, optimizer: Optimizer) -> None:
-        """Do nothing: the next gather reads the shards that the optimizer stepped on."""
 
     def attributes(self, p: Tensor) -> Mapping[str, Any]:
         return vars(p)

@@ -52,7 +52,8 @@ class Fsdp2Store:
         engine: Fsdp2Engine,
     ) -> None:
         self.own, self._groups, self._gradients, self._writes = own, groups, gradients, writes
-        self._views, self._names, self._engine, self.used = views, names, engine, engine.used
+        self.views, self._names, self._engine = views, names, engine
+        self.refill = views.refill
         self._keys = {id(p): key for key, group in enumerate(groups) for p in group.fsdp_params}
         self._elsewhere: set[int] = set()  # ids of ShardedParams whose parameter is currently outside its home
         self.states = States(2 * len(groups), self._gather_state, store_rows)
@@ -117,7 +118,7 @@ class Fsdp2Store:
         if key < num:
             group = self._groups[key]
             homes = [private.Home(group, p) for p in group.fsdp_params]
-            return any(self._views.are_held(private.own_of(home.param), self._users(home)[1]) for home in homes)
+            return any(self.views.are_held(private.own_of(home.param), self._users(home)[1]) for home in homes)
         return self._gradients.are_held(self._groups[key - num])
 
     def _users(self, home: private.Home) -> tuple[Any, int]:
@@ -140,7 +141,7 @@ class Fsdp2Store:
         for p in group.fsdp_params:
             original, home = private.own_of(p), private.Home(group, p)
             store_rows(original, p.sharded_param)
-            is_held = self._views.leave(original, *self._users(home))
+            is_held = self.views.leave(original, *self._users(home))
             if id(p) in self._elsewhere:
                 self._elsewhere.discard(id(p))
                 private.go_home(p, original)
@@ -148,7 +149,7 @@ class Fsdp2Store:
                 home.leave()
             else:
                 home.free()
-        self._writes.disregard(group)
+        self._writes.disregard(key)
         self._engine.shards_have_changed()
 
     def bring(self, p: Tensor) -> None:
@@ -169,8 +170,7 @@ class Fsdp2Store:
         return run()
 
     def aliased(self, p: Tensor, alias: Any) -> None:
-        if not self.is_there(p):  # else `used` takes it
-            self._views.take(p, alias)
+        self.views.take(p, alias, in_step=self.is_there(p))
 
     def before_collective(self, tensors: Sequence[Any]) -> None:
         self._gradients.before_collective(tensors)
@@ -181,7 +181,7 @@ class Fsdp2Store:
         if _same_place(value, p):
             return
         home = private.Home(self._groups[self.key_of(p)], known)
-        self._views.moved(p)
+        self.views.moved(p)
         if not private.is_away(known):
             home.leave()  # views taken so far keep the previous values
             p.data.copy_(value)  # as an assignment does, without counting a write for autograd

@@ -39,9 +39,10 @@ class Writes:
         """Record that user code may write to a gathered parameter without changing its version."""
         self._data_taken.add(tensor)
 
-    def disregard(self, group: private.Group) -> None:
-        """Ignore the writes to ``group`` so far, which have reached its shards."""
-        self._versions[self._groups.index(group)] = private.version(group)
+    def disregard(self, key: int | None = None) -> None:
+        """Ignore the writes so far to the group with this ``key``, or to all: they have reached the shards."""
+        for index in range(len(self._groups)) if key is None else [key]:
+            self._versions[index] = private.version(self._groups[index])
 
     def dropped(self, key: int, group: private.Group) -> None:
         """Store writes to ``group``, which is about to be dropped, and leave memory to views that user code holds."""
