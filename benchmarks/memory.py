@@ -293,7 +293,7 @@ reads alone gets an error after 30 seconds. What nobody touches stays sharded: t
 (`trainer.test(module, ckpt_path="best")`, another `fit`) shards it again unit by unit, or reads the checkpoint instead,
 and `trainer.save_checkpoint` sends shards. The same holds for `deepspeed`.
 
-`tests/system/test_limits.py` trains a module of 768 MiB on four ranks, none of which may take as much memory.
+`tests/system/test_limits.py` trains a module of 512 MiB on four ranks, none of which may take as much memory.
 
 ## Plan and measurement
 

@@ -24,11 +24,11 @@ from tests.helpers.zoo import make_trainer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS")
 
-WIDTH, LAYERS, TRAINED = 2048, 48, 4
+WIDTH, LAYERS, TRAINED = 2048, 32, 4
 WHOLE_BYTES = 4 * LAYERS * WIDTH**2
 STEPS = 2
 ROOM = int(0.9 * WHOLE_BYTES)
-"""A quarter of the module's bytes are a rank's shards, an eighth the layers that are whole at a time. The rest is for
+"""A quarter of the module's bytes are a rank's shards, a fifth the layers that are whole at a time. The rest is for
 address space that threads reserve, so that the limit strikes either no rank or all of them."""
 
 
