@@ -106,7 +106,7 @@ $(BENCH)/.ready: pyproject.toml constraints.txt
 	$(BENCH)/bin/python -m pip install --quiet -c constraints.txt --target $(BENCH)/accelerate transformers
 	touch $@
 
-bench: $(BENCH)/.ready ## Write docs/speed.md: every way to run the same step, side by side (three hours)
+bench: $(BENCH)/.ready ## Write docs/speed.md: every way to run the same step, side by side (80 minutes)
 	$(BENCH)/bin/python benchmarks/bench.py
 
 bounds: $(BENCH)/.ready ## Measure what docs/speed.md has bounds for, and nothing else (40 minutes)

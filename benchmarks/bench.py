@@ -1,7 +1,7 @@
 """Measures the speed of a training step under each strategy: the tables of docs/speed.md.
 
-    python benchmarks/bench.py                          # everything docs/speed.md shows, about three hours
-    python benchmarks/bench.py gpt --ranks 2            # one table, to the terminal
+    python benchmarks/bench.py                          # everything docs/speed.md shows, about 80 minutes
+    python benchmarks/bench.py many --about units       # one table, to the terminal
     python benchmarks/bench.py gpt --only ddp zero3     # some contenders (floor and fully_shard always run)
     python benchmarks/bench.py --page                   # docs/speed.md from the stored results
     python benchmarks/bench.py --check                  # exits with 1 if the stored results exceed a bound
@@ -46,29 +46,31 @@ ANCHORS = ("floor", "ddp", "fully_shard")
 LOSS_TOLERANCE = 2e-4
 """Relative, after :data:`COMPARED_LOSSES` steps of Adam in fp32: ranks add gradients in another order."""
 COMPARED_LOSSES = 10
-TABLES: list[dict[str, Any]] = [
-    {"shape": "gpt", "ranks": 2, "accumulate": 1, "steps": 18, "turn_steps": 3},
-    {"shape": "gpt", "ranks": 4, "accumulate": 1, "steps": 14, "turn_steps": 2},
-    {"shape": "gpt", "ranks": 2, "accumulate": 8, "steps": 3, "turn_steps": 1},
-    {"shape": "many", "ranks": 2, "accumulate": 1, "steps": 12, "turn_steps": 3},
-    {"shape": "embedding", "ranks": 2, "accumulate": 1, "steps": 12, "turn_steps": 3},
-    {"shape": "tiny", "ranks": 2, "accumulate": 1, "steps": 300, "turn_steps": 20},
-    {"shape": "gpt", "ranks": 2, "accumulate": 1, "steps": 12, "turn_steps": 3, "about": "compiled"},
-    {"shape": "many", "ranks": 2, "accumulate": 1, "steps": 12, "turn_steps": 3, "about": "compiled"},
-    {"shape": "many", "ranks": 2, "accumulate": 1, "steps": 12, "turn_steps": 3, "about": "units"},
+OURS = [*(f"{kind}{stage}" for kind in ("engine-", "zero") for stage in (1, 2, 3)), "lightning-ddp"]
+BETWEEN_HOSTS = [f"zero{stage}-sockets" for stage in (1, 2, 3)]
+COMPILED = ["ddp-compiled", "fully_shard-compiled", *(f"zero{stage}-compiled" for stage in (1, 2, 3)), "zero1", "zero3"]
+UNITS = ["lightning-ddp", *(f"zero{stage}-units" for stage in (1, 2, 3)), "zero1", "zero2", "zero3"]
+ALL = [name for name in CONTENDERS if not name.endswith(("-compiled", "-units"))]
+
+
+def _table(shape: str, of: list[str], **settings: Any) -> dict[str, Any]:
+    """``of`` are the contenders besides the anchors."""
+    usual = {"ranks": 2, "accumulate": 1, "steps": 12, "turn_steps": 3, "rounds": 1}
+    return {"shape": shape, **usual, **settings, "of": of}
+
+
+TABLES = [
+    _table("gpt", ALL, steps=18, rounds=3),
+    _table("gpt", [*OURS, *BETWEEN_HOSTS], accumulate=8, steps=3, turn_steps=1),
+    _table("many", [*OURS, "fully_shard-2", "lightning-3"]),
+    _table("embedding", [*OURS, "fully_shard-2"]),
+    _table("tiny", ALL, steps=300, turn_steps=20, rounds=2),
+    _table("gpt", COMPILED, rounds=2, about="compiled"),
+    _table("many", COMPILED, rounds=2, about="compiled"),
+    _table("many", UNITS, rounds=2, about="units"),
 ]
-ABOUT = {
-    "compiled": (
-        "eager and compiled",
-        ["ddp-compiled", "fully_shard-compiled", *(f"zero{stage}-compiled" for stage in (1, 2, 3)), "zero1", "zero3"],
-    ),
-    "units": (
-        "automatic units and units by hand",
-        ["lightning-ddp", *(f"zero{stage}-units" for stage in (1, 2, 3)), "zero1", "zero2", "zero3"],
-    ),
-}
-"""Subject of a table besides its shape -> its title, and its contenders besides the anchors. Tables without a subject
-have the contenders that belong to none of these."""
+ABOUT = {"compiled": "eager and compiled", "units": "automatic units and units by hand"}
+"""Subject of a table besides its shape -> its title."""
 PROCESSES = 20
 """Processes alive at once: they fit into 24 GiB, because the largest needs 1.3 GB."""
 NAMES = {
@@ -82,10 +84,9 @@ NAMES = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", choices=[[], *SHAPES], metavar="SHAPE", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--ranks", type=int, nargs="*", default=None, help="processes")
     parser.add_argument("--accumulate", type=int, nargs="*", default=None, help="micro-batches per step")
     parser.add_argument("--about", nargs="*", default=None, choices=["", *ABOUT], help="tables of this subject only")
-    parser.add_argument("--rounds", type=int, default=3, help="turns per contender (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, help="turns per contender (default: the table's own number)")
     parser.add_argument("--only", nargs="*", default=None, choices=[*CONTENDERS], metavar="CONTENDER")
     parser.add_argument("--page", action="store_true", help="only write docs/speed.md from what is stored")
     parser.add_argument("--check", action="store_true", help="only compare what is stored with its bounds")
@@ -97,31 +98,23 @@ def main() -> int:
         table
         for table in TABLES
         if (not options.shapes or table["shape"] in options.shapes)
-        and (options.ranks is None or table["ranks"] in options.ranks)
         and (options.accumulate is None or table["accumulate"] in options.accumulate)
         and (options.about is None or table.get("about", "") in options.about)
     ]
     if not tables:
-        parser.error("no table has this shape, number of ranks and of micro-batches")
+        parser.error("no table has this shape, subject and number of micro-batches")
     if options.bounds:
         needed = [(table, [name for name in CONTENDERS if name in bounds.contenders(table)]) for table in tables]
-        return check([measure(table, names, options.rounds) for table, names in needed if names])
+        return check([measure(table, names, options.rounds or 3) for table, names in needed if names])
     for table in tables if not options.page else ():
-        names = [name for name in _contenders(table) if options.only is None or name in (*ANCHORS, *options.only)]
-        measured = measure(table, names, options.rounds)
+        names = [name for name in CONTENDERS if name in ANCHORS or name in (options.only or table["of"])]
+        measured = measure(table, names, options.rounds or table["rounds"])
         RESULTS.mkdir(exist_ok=True)
         _path(table).write_text(json.dumps(measured, indent=1) + "\n")
         print(render(measured))
     if options.page or not (options.shapes or options.only):
         PAGE.write_text(page())
     return 0
-
-
-def _contenders(table: dict[str, Any]) -> list[str]:
-    """The contenders of ``table``, in the order of :data:`CONTENDERS`."""
-    if "about" in table:
-        return [name for name in CONTENDERS if name in (*ANCHORS, *ABOUT[table["about"]][1])]
-    return [name for name in CONTENDERS if not name.endswith(("-compiled", "-units"))]
 
 
 def check(measured: list[dict[str, Any]]) -> int:
@@ -176,7 +169,7 @@ def run(table: dict[str, Any], names: list[str]) -> dict[str, Any]:
 def _turns(settings: dict[str, Any]) -> Generator[None, None, list[dict[str, Any]] | str]:
     """One contender's run, which yields whenever it has stopped itself (:attr:`contenders.Job.turn_steps`)."""
     with TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
-        job = {key: value for key, value in settings.items() if key != "about"}
+        job = {key: value for key, value in settings.items() if key not in ("about", "rounds", "of")}
         command = [sys.executable, str(ROOT / "benchmarks" / "contenders.py"), json.dumps(job)]
         process = subprocess.Popen(command, stdout=output, stderr=errors, text=True, start_new_session=True)
         try:
@@ -231,7 +224,7 @@ def render(measured: dict[str, Any]) -> str:
     table = measured["table"]
     lines = [
         f"### {NAMES[table['shape']]}: {table['ranks']} ranks, {_micro_batches(table['accumulate'])}"
-        + (f"; {ABOUT[table['about']][0]}" if "about" in table else ""),
+        + (f"; {ABOUT[table['about']]}" if "about" in table else ""),
         "",
         "| | step, ms | to the floor | to fully_shard | clip and update, ms | CPU per rank, ms | peak memory, MB"
         " | to fully_shard | in its whole life, MB | imported, MB | sent per rank, MB | start-up, s |",
