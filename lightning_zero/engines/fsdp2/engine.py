@@ -235,6 +235,7 @@ class Fsdp2Engine(Engine):
         private.follow_requires_grad(group)
 
     def refill(self, p: Tensor) -> None:
+        """Gather the unit of ``p``, if needed, before the backward of an operator that used ``p``."""
         group = self._identity.group_of[id(p)]
         private.gather_now(group)
         if torch.is_grad_enabled():  # the backward has a graph of its own, whose backward no hook precedes
